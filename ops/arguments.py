@@ -6,7 +6,8 @@ import torch
 
 from commlib.core.context import CommContext
 from commlib.core.manager import _rings, comm
-from commlib.engines.reduction_names import NAMES, is_torch_reduction
+from commlib.engines.reduction_names import NAMES, LowerName, is_torch_reduction, reduction_name
+from commlib.engines.reductions import unknown
 from commlib.errors import ArgumentError, RingError
 from commlib.ops.registered.library import registered
 
@@ -65,6 +66,18 @@ def ring_number(collective: str, ring: Any) -> int:
             f"ops.{collective}, then a ring, its id or its name"
         )
     return cast(int, ring)
+
+
+def named_reduction(collective: str, number: int, op: Any) -> LowerName:
+    """Return the name of the reduction of a call that takes its registered op.
+
+    Raises:
+        ArgumentError: ``op`` is not a reduction.
+    """
+    name = reduction_name(op)
+    if not isinstance(name, str):
+        raise ArgumentError(f"{collective} on ring {number}: {unknown(op)}")
+    return name
 
 
 def eager_ring(

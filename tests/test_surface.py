@@ -121,6 +121,13 @@ def test_reductions_have_several_names(ring: Any) -> None:
             assert_bits_equal(call(x, op=form, factor=0.5), scaled, f"{form}")
             with raises(ArgumentError, "on ring 0", "premul_sum", "pass factor="):
                 call(x, op=form)
+    scaling: Any = torch.distributed._make_nccl_premul_sum(0.5)
+    scaled_calls: Any = (ops.all_reduce, ring.all_reduce, ring.reduce_scatter)
+    how: Any
+    for call in scaled_calls:
+        for how in ({}, {"factor": 2.0}):
+            with raises(ArgumentError, "on ring 0", "PREMUL_SUM", "factor="):
+                call(x, op=scaling, **how)
     for form in ("mean", "MEAN", 3, ["sum"]):
         with raises(ArgumentError, "explain on ring 0", "expected one of", "sum"):
             ring.explain(64, x.dtype, form)
@@ -128,6 +135,8 @@ def test_reductions_have_several_names(ring: Any) -> None:
         for call in anyhow:
             with raises(ArgumentError, "expected one of", "sum"):
                 call(x, op=form)
+            with raises(ArgumentError, f"{call.__name__} on ring 0", "expected one of", "sum"):
+                call(x.clone().requires_grad_(), op=form)
 
 
 @runs_on("ranks")
@@ -192,10 +201,10 @@ def test_none_is_no_input(ring: Any) -> None:
     for name in ("broadcast", "reduce", "gather", "scatter"):
         with raises(PeerError, f"{name} on ring 0", "root=2"):
             getattr(ring, name)(x, root=2)
-        with raises(ArgumentError, f"{name} on ring 0", "only argument is list", "torch.Tensor"):
+        with raises(ArgumentError, f"{name} on ring 0", "out is list and there is no x"):
             getattr(ring, name)([x, x], root=ring.rank)
     for name in ("all_gather", "all_to_all"):
-        with raises(ArgumentError, f"{name} on ring 0", "the only argument is list"):
+        with raises(ArgumentError, f"{name} on ring 0", "out is list and there is no x"):
             getattr(ring, name)([x, x])
 
 

@@ -156,12 +156,8 @@ def engine_tag(ring: Ring, collective: str, tag: int) -> int:
     return USER_TAGS + tag
 
 
-def split_rows(
-    ring: Ring, collective: str, role: str, splits: Iterable[int] | None
-) -> list[int] | None:
+def split_rows(ring: Ring, collective: str, role: str, splits: Iterable[int]) -> list[int]:
     """Return the rows for each peer; refuse anything but a whole number >= 0 per rank."""
-    if splits is None:
-        return None
     given = None
     try:
         splits = list(splits)
@@ -169,15 +165,16 @@ def split_rows(
     except TypeError:  # not a sequence, or not of whole numbers
         pass
     if given is None or len(given) != ring.size or min(given) < 0 or sum(given) > sys.maxsize:
+        what = f"{len(splits)} values" if isinstance(splits, list) else type(splits).__name__
         raise ShapeError(
-            f"{ring._describe(collective)}: {role}={splits!r:.80}; expected a list of {ring.size} "
-            f"whole numbers >= 0, the rows for each rank; pass ints"
+            f"{ring._describe(collective)}: {role}={splits!r:.80} ({what}); expected a list of "
+            f"{ring.size} whole numbers >= 0, the rows for each rank; pass ints"
         )
     return given
 
 
 def counts(
-    ring: Ring, collective: str, role: str, tensor: Tensor, splits: list[int] | None
+    ring: Ring, collective: str, role: str, tensor: Tensor, splits: Iterable[int] | None
 ) -> list[int]:
     """Return the elements for each peer, from the rows for each peer along dim 0."""
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -185,16 +182,18 @@ def counts(
         if rows % ring.size:
             raise ShapeError(
                 f"{ring._describe(collective)}: dim 0 of shape {tuple(tensor.shape)} does not "
-                f"divide by the ring's size {ring.size}; pad it or give {role}="
+                f"divide by the ring's size {ring.size}; pad it, or pass in_splits= and out_splits="
             )
         return [tensor.numel() // ring.size] * ring.size
-    if sum(splits) != rows:
+    given = split_rows(ring, collective, role, splits)
+    if sum(given) != rows:
         raise ShapeError(
-            f"{ring._describe(collective)}: {role}={splits}; expected counts that add up to the "
-            f"{rows} rows of shape {tuple(tensor.shape)}; they add up to {sum(splits)}"
+            f"{ring._describe(collective)}: {role}={given}; expected counts that add up to the "
+            f"{rows} rows of shape {tuple(tensor.shape)}; they add up to {sum(given)}; pass "
+            f"as many rows as they name"
         )
     row = tensor.numel() // rows if rows else 0
-    return [count * row for count in splits]
+    return [count * row for count in given]
 
 
 def check_blocks(ring: Ring, max_blocks: int) -> int:
@@ -249,8 +248,8 @@ def check_only(ring: Ring, collective: str, x: Tensor) -> None:
     """Refuse the only tensor of a call, its input, if an output can't be made from it."""
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(
-            f"{ring._describe(collective)}: the only argument is {type(x).__name__}; expected a "
-            f"torch.Tensor, the input; or pass an output and an input"
+            f"{ring._describe(collective)}: out is {type(x).__name__} and there is no x; expected "
+            f"a torch.Tensor, which is the input then; or pass x"
         )
     check_tensor(ring, collective, "x", x)
 

@@ -33,9 +33,14 @@ def is_torch_reduction(value: Any) -> bool:
 
 
 def reduction_name(op: Any) -> LowerName:
-    """Return the lower-case name of ``op``; anything else is left to the engine."""
+    """Return the lower-case name of ``op``; anything else is left to the engine.
+
+    A premul_sum of torch has its factor inside, where no ring looks for it.
+    """
     if isinstance(op, str) and op.lower() in NAMES:
         return cast(LowerName, op.lower())
     if is_torch_reduction(op):
-        op = TORCH_NAMES.get(getattr(op, "op", op), op)
+        kind = getattr(op, "op", op)
+        if kind is op or kind != dist.ReduceOp.PREMUL_SUM:
+            op = TORCH_NAMES.get(kind, op)
     return cast(LowerName, op)

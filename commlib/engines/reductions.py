@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlib.engines.reduction_names import BITWISE, NAMES, OPS
+from commlib.engines.reduction_names import BITWISE, NAMES, OPS, is_torch_reduction
 from commlib.errors import ArgumentError, DtypeError
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -67,6 +67,15 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
     return "no engine reduces it; cast to torch.float32"
 
 
+def unknown(op: Any) -> str:
+    """Return why ``op`` is not a reduction."""
+    known = ", ".join(OPS + BITWISE)
+    if is_torch_reduction(op):
+        op = f"{getattr(op, 'op', op)} of torch.distributed"
+        return f"op is {op}; expected one of {known}; pass op='premul_sum', factor=... for its like"
+    return f"op={op!r:.80} is not a reduction; expected one of {known}; pass op='sum'"
+
+
 def resolve_reduction(
     dtype: torch.dtype, op: str, reducer: Reducer, factor: float | None = None
 ) -> ReductionSpec:
@@ -78,11 +87,13 @@ def resolve_reduction(
     ``DtypeError`` with the reason of a refusal.
     """
     if not isinstance(op, str) or op not in NAMES:
-        known = ", ".join(OPS + BITWISE)
-        raise ArgumentError(f"op={op!r} is not a reduction; expected one of {known}")
+        raise ArgumentError(unknown(op))
     if (op == "premul_sum") != (factor is not None):
         if factor is None:
-            raise ArgumentError(f"op={op!r} without a factor; expected a number; pass factor=")
+            raise ArgumentError(
+                f"op={op!r} without its factor; expected a number; pass factor=, or multiply first "
+                f"and pass op='sum' where a call has no factor="
+            )
         raise ArgumentError(
             f"op={op!r} with factor={factor!r:.80}: no other reduction has a factor; pass "
             f"op='premul_sum', or leave factor= away"

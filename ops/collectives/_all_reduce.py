@@ -9,9 +9,9 @@ from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings, comm
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
-from commlib.engines.reduction_names import Reduction, ReductionName, reduction_name
+from commlib.engines.reduction_names import Reduction, ReductionName
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import Ring, eager_ring, ring_number
+from commlib.ops.arguments import Ring, eager_ring, named_reduction, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, save
 
 
@@ -20,7 +20,7 @@ def all_reduce(
     x: torch.Tensor,
     ring_id: Ring = ...,
     *,
-    op: Reduction | Literal["premul_sum"] = ...,
+    op: Reduction | Literal["premul_sum", "PREMUL_SUM"] = ...,
     factor: float | None = ...,
     out: torch.Tensor | None = ...,
     backward: str = ...,
@@ -33,7 +33,7 @@ def all_reduce(
     x: torch.Tensor,
     ring_id: Ring = ...,
     *,
-    op: Reduction | Literal["premul_sum"] = ...,
+    op: Reduction | Literal["premul_sum", "PREMUL_SUM"] = ...,
     factor: float | None = ...,
     out: torch.Tensor | None = ...,
     backward: str = ...,
@@ -46,7 +46,7 @@ def all_reduce(
     x: torch.Tensor,
     ring_id: Ring = ...,
     *,
-    op: Reduction | Literal["premul_sum"] = ...,
+    op: Reduction | Literal["premul_sum", "PREMUL_SUM"] = ...,
     factor: float | None = ...,
     out: torch.Tensor | None = ...,
     backward: str = ...,
@@ -60,7 +60,7 @@ def all_reduce(
     x: torch.Tensor,
     ring_id: Ring = 0,
     *,
-    op: Reduction | Literal["premul_sum"] = "sum",
+    op: Reduction | Literal["premul_sum", "PREMUL_SUM"] = "sum",
     factor: float | None = None,
     out: torch.Tensor | None = None,
     backward: str = "all_reduce",
@@ -106,7 +106,7 @@ def all_reduce(
         ring = eager_ring("all_reduce", number, x, out, use_calc_stream, sync_op)
     if ring is None:
         _check_backward(backward)
-        name = reduction_name(op)
+        name = named_reduction("all_reduce", number, op)
         result = _registered_op(x, number, name, factor, backward, use_calc_stream)
         return deliver(result, out, sync_op)
     if out is None and (fenced or use_calc_stream):

@@ -7,7 +7,8 @@ import torch
 from torch.compiler import is_compiling
 
 from commlib.core.dispatch import is_plain
-from commlib.core.manager import _rings
+from commlib.core.manager import _rings, comm
+from commlib.core.modes import is_tracing
 from commlib.core.validation import split_rows
 from commlib.core.work import Work
 from commlib.ops.arguments import Ring, eager_ring, ring_number
@@ -95,12 +96,15 @@ def all_to_all(
     if ring is None or not is_plain(ring, x, x if out is None else out):
         ring = eager_ring("all_to_all", number, x, out, use_calc_stream, sync_op)
     if ring is None:
-        splits = _list(out_splits), _list(in_splits)
-        result = _registered_op(x, number, size_of(number), *splits, use_calc_stream)
+        takes = _checked(number, "out_splits", out_splits)
+        sends = _checked(number, "in_splits", in_splits)
+        result = _registered_op(x, number, size_of(number), takes, sends, use_calc_stream)
         return deliver(result, out, sync_op)
     if out is None:
-        takes = split_rows(ring, "all_to_all", "out_splits", out_splits)
-        out = _new(x, takes) if fenced or use_calc_stream else raw_output(ring, _new, x, takes)
+        if out_splits is not None:
+            out_splits = split_rows(ring, "all_to_all", "out_splits", out_splits)
+        raw = not (fenced or use_calc_stream)
+        out = raw_output(ring, _new, x, out_splits) if raw else _new(x, out_splits)
     return ring.all_to_all(
         out,
         x,
@@ -112,8 +116,12 @@ def all_to_all(
     )
 
 
-def _list(splits: Sequence[int] | None) -> list[int] | None:
-    return None if splits is None else list(splits)
+def _checked(number: int, role: str, splits: Sequence[int] | None) -> list[int] | None:
+    """Return the splits of a call that takes its registered op."""
+    if splits is None:
+        return None
+    symbols = is_compiling() or (is_tracing() and any(isinstance(x, torch.SymInt) for x in splits))
+    return list(splits) if symbols else split_rows(comm(number), "all_to_all", role, splits)
 
 
 def _new(x: torch.Tensor, out_splits: Sequence[int] | None) -> torch.Tensor:

@@ -6,8 +6,8 @@ import torch
 
 from commlib.core.manager import comm
 from commlib.core.work import Work
-from commlib.engines.reduction_names import Reduction, ReductionName, reduction_name
-from commlib.ops.arguments import Ring, ring_number
+from commlib.engines.reduction_names import Reduction, ReductionName
+from commlib.ops.arguments import Ring, named_reduction, ring_number
 from commlib.ops.registered.library import deliver, like, raw_output, register, traced
 from commlib.ops.registered.traced_ring import rank_of
 
@@ -88,7 +88,7 @@ def reduce(
     """
     ring_id = ring_number("reduce", ring_id)
     if traced("reduce", use_calc_stream, sync_op, ring_id, x=x, out=out):
-        name = reduction_name(op)
+        name = named_reduction("reduce", ring_id, op)
         result = _registered_op(x.detach(), ring_id, root, name, use_calc_stream)
         if out is not None and rank_of(ring_id) != root:
             result, out = out, None

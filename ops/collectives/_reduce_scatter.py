@@ -10,9 +10,9 @@ from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings
 from commlib.core.stream_mode import MODES
 from commlib.core.work import Work
-from commlib.engines.reduction_names import Reduction, ReductionName, reduction_name
+from commlib.engines.reduction_names import Reduction, ReductionName
 from commlib.errors import ArgumentError
-from commlib.ops.arguments import Ring, eager_ring, ring_number
+from commlib.ops.arguments import Ring, eager_ring, named_reduction, ring_number
 from commlib.ops.registered.library import deliver, raw_output, register, rows_of, save
 from commlib.ops.registered.traced_ring import size_of, sized
 
@@ -93,7 +93,7 @@ def reduce_scatter(
     if not plain:
         ring = eager_ring("reduce_scatter", number, x, out, use_calc_stream, sync_op)
     if ring is None:
-        name = reduction_name(op)
+        name = named_reduction("reduce_scatter", number, op)
         result = _registered_op(x, number, size_of(number), name, use_calc_stream)
         return deliver(result, out, sync_op)
     if out is None:

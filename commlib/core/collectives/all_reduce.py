@@ -69,8 +69,7 @@ class AllReduce(Ring):
         Args:
             out: As many elements as ``x``; may be ``x``. As the only tensor it is the input.
             x: Any shape. Default: the only tensor is the input, and the output is a new one.
-            op: "sum", "prod", "min", "max", "avg" or "premul_sum" in lower or upper
-                case, or a
+            op: "sum", "prod", "min", "max", "avg" or "premul_sum" in lower or upper case, or a
                 ``torch.distributed.ReduceOp``; on a CPU also "band", "bor" and "bxor" of integers.
             factor: The factor of "premul_sum".
             max_blocks: Most blocks of a push kernel, which wait on the GPU for the peers. By

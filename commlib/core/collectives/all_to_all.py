@@ -106,48 +106,43 @@ class AllToAll(Ring):
             RingError: The ring has failed or is closed.
             CommTimeout, EngineError: The call failed; the ring can't be used any more.
         """
-        takes = split_rows(self, "all_to_all", "out_splits", out_splits)
-        sends = split_rows(self, "all_to_all", "in_splits", in_splits)
         if x is NOT_GIVEN:
-            x, out = out, self._received(out, takes, sends)
+            if out_splits is not None:
+                out_splits = split_rows(self, "all_to_all", "out_splits", out_splits)
+            x, out = out, self._received(out, out_splits)
         plain = is_plain(self, x, out)  # not for a list
         if not plain and (is_list(out) or is_list(x)):
             mode = MODES[use_calc_stream, sync_op, fenced]
-            return self._all_to_all_parts(out, x, (takes, sends), mode, timeout)
+            return self._all_to_all_parts(out, x, (out_splits, in_splits), mode, timeout)
         if not plain:
             check_pair(self, "all_to_all", out, x)
-        sent = counts(self, "all_to_all", "in_splits", x, sends)
-        taken = counts(self, "all_to_all", "out_splits", out, takes)
-        if sent[self.rank] != taken[self.rank]:
+        sends = counts(self, "all_to_all", "in_splits", x, in_splits)
+        takes = counts(self, "all_to_all", "out_splits", out, out_splits)
+        if sends[self.rank] != takes[self.rank]:
             raise ShapeError(
-                f"{self._describe('all_to_all')}: this rank sends itself {sent[self.rank]} "
-                f"elements but expects {taken[self.rank]}; make in_splits[{self.rank}] and "
+                f"{self._describe('all_to_all')}: this rank sends itself {sends[self.rank]} "
+                f"elements but expects {takes[self.rank]}; make in_splits[{self.rank}] and "
                 f"out_splits[{self.rank}] name the same rows"
             )
         # With splits every rank takes part, however few rows are its own: others may have some.
         launch: Launch = self._engine.all_to_all
         elements = None
-        if sends is None and takes is None:
+        if in_splits is None and out_splits is None:
             elements = x.numel()
             launch = self._engine.equal_parts if elements else nothing
         entry = ("all_to_all", elements, x.dtype, None, None)
-        call = Call("all_to_all", launch, (taken, sent), out, x, None, plain, entry, out)
+        call = Call("all_to_all", launch, (takes, sends), out, x, None, plain, entry, out)
         mode = MODES[use_calc_stream, sync_op, fenced]
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)
 
-    def _received(self, x: Tensor, takes: list[int] | None, sends: list[int] | None) -> Tensor:
+    def _received(self, x: Tensor, rows: Iterable[int] | None) -> Tensor:
         """Return a new output with so many rows from each rank; by default as ``x``."""
+        if rows is None:
+            return new_like(self, "all_to_all", x)
         check_only(self, "all_to_all", x)
-        if takes is not None:
-            return x.new_empty((sum(takes), *x.shape[1:]))
-        if sends is not None:
-            raise ArgumentError(
-                f"{self._describe('all_to_all')}: in_splits={sends} without out_splits and an "
-                f"output; expected the rows from each rank; pass out_splits="
-            )
-        return new_like(self, "all_to_all", x)
+        return x.new_empty((sum(rows), *x.shape[1:]))
 
     def _all_to_all_parts(
         self, outs: Any, xs: Any, splits: Any, mode: StreamMode, timeout: Seconds | None

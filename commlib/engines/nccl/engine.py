@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import copysign
 from typing import Any, ClassVar
 
 import torch
@@ -171,7 +172,7 @@ class NCCLEngine(NCCLExchanges):
     def resolve(self, dtype: torch.dtype, reduction: ReductionSpec) -> Any:
         """Return NCCL's numbers of a reduction, and the push kernels that carry it."""
         if reduction.op == "premul_sum":
-            return scaled(reduction)
+            return scaled(reduction, copysign(1, reduction.factor))
         parts = dtype.itemsize // reduction.dtype.itemsize
         found = Reduction(reduction.op, parts, TYPES[reduction.dtype], OPS[reduction.op])
         if isinstance(self._push, str):

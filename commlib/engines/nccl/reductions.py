@@ -47,8 +47,11 @@ class Reduction:
 
 
 @lru_cache(_KNOWN_FACTORS)
-def scaled(spec: ReductionSpec) -> Reduction:
-    """Return a premul_sum: the same object for the same factor, as calls are counted by it."""
+def scaled(spec: ReductionSpec, sign: float) -> Reduction:
+    """Return a premul_sum; for each of the last factors the same object, the key of the call log.
+
+    ``sign``: that of the factor: 0.0 and -0.0 are equal.
+    """
     return Reduction(spec.op, 1, TYPES[spec.dtype], 0, premul=spec)
 
 

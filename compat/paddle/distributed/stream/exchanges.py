@@ -95,7 +95,8 @@ def alltoall_single(
         return None
     mode = stream_mode("alltoall_single", ring, sync_op, use_calc_stream)
     out, x = detached(out_tensor), detached(in_tensor)
-    takes, sends = out_split_sizes or None, in_split_sizes or None
+    sizes = out_split_sizes, in_split_sizes
+    takes, sends = (None if each is None or not len(each) else each for each in sizes)
     return Task(ring.all_to_all(out, x, out_splits=takes, in_splits=sends, **mode))
 
 
