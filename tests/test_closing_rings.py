@@ -78,3 +78,24 @@ def test_a_ring_that_another_member_could_not_set_up_is_aborted(comm: Any) -> No
         commlib.new_ring(72, [0, 1], timeout=20)
 
     assert_equal([ring._health.ended for ring in rings], [True], "the ring is aborted")
+
+
+@runs_on("cpu_ranks")
+def test_an_interrupted_creation_aborts_the_ring(comm: Any) -> None:
+    rings: list[CommContext] = []
+    connect = CommContext._open
+
+    def interrupted_on_rank_1(ring: CommContext, *arguments: Any) -> None:
+        rings.append(ring)
+        connect(ring, *arguments)
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(CommContext, "_open", interrupted_on_rank_1):
+        try:
+            commlib.new_ring(73, [0, 1], timeout=20)
+        except (KeyboardInterrupt, EngineError):
+            ended = [ring._health.ended for ring in rings]
+        else:
+            ended = []
+    assert_equal(ended, [True], "the ring is aborted")

@@ -69,7 +69,7 @@ def test_values(kind: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gpt", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "gpt", "int8", "fp8", "wide heads"])
 def test_values_of_short_floats(kind: str, dtype: torch.dtype, unified_ranks: Ranks) -> None:
     unified_ranks(values, kind, dtype)
 
@@ -106,11 +106,16 @@ def test_each_sequence_has_its_position(ring: Any) -> None:
     case.near(case.call(cache, 0, 2, start=starts[:2]), expected[:2], "two sequences")
 
 
+# Heads of 64 short floats take the kernels of a decode step on GPUs.
+FORMS = (("llama", torch.float32), ("wide heads", torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form[0])
 @pytest.mark.parametrize("make", [contiguous, paged], ids=lambda make: make.__name__)
 @runs_on("ranks", deadline=120)
-def test_captured(ring: Any, make: Any) -> None:
+def test_captured(ring: Any, make: Any, form: tuple[str, torch.dtype]) -> None:
     """Captured decode gives the bits of eager calls, per batch size, and leaves the same cache."""
-    case = Case(ring)
+    case = Case(ring, *form)
     device = ring.device
     eager, fast = case.cache(make), case.cache(make)
     how: dict[str, Any] = {
@@ -144,9 +149,10 @@ def test_captured(ring: Any, make: Any) -> None:
     decode.reset()
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form[0])
 @runs_on("unified_ranks", deadline=120)
-def test_compiled(ring: Any) -> None:
-    case = Case(ring)
+def test_compiled(ring: Any, form: tuple[str, torch.dtype]) -> None:
+    case = Case(ring, *form)
     cache, other = case.cache(), case.cache()
     fast = torch.compile(case.call, backend="aot_eager", fullgraph=True)
     for span in ((0, 3), (3, 4)):

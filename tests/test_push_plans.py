@@ -18,7 +18,9 @@ from commlib.p2p import (
     push_channel,
     push_collectives,
 )
+from commlib.p2p.experts import channel as expert_channels
 from commlib.p2p.experts import rows as row_channels
+from commlib.p2p.experts.layout import KINDS
 from commlib.p2p.kernel_table import Row
 from commlib.p2p.peer_memory import PeerMemory
 from commlib.p2p.routes import SEGMENT, Routes, routes
@@ -191,3 +193,43 @@ def test_memory_is_freed_only_when_every_peer_has_unmapped_it(
         after.append(list(freed))
 
     assert after == [[], [], [], [5]]
+
+
+# -- rows and experts ------------------------------------------------------------------------------
+
+
+def test_a_record_of_rows_names_the_peer_and_a_reset_forgets_it() -> None:
+    channel = row_channel(4096)
+    channel._error.word.value = 1 << 63 | LATE << 32 | 77  # as in rows.cu
+    with pytest.raises(PeerTimeout, match=r"waiting for rank 11 in exchange_rows \(call 77"):
+        channel.check()
+    channel.reset()
+    channel.check()
+
+
+@pytest.mark.parametrize(("segments", "chosen"), [(32, 32), (33, 256), (256, 256)])
+def test_the_smallest_kernel_that_fits(
+    monkeypatch: pytest.MonkeyPatch, segments: int, chosen: int
+) -> None:
+    channel: Any = row_channel(4096)
+    used: list[int] = []
+    channel._calls = {most: make() for most, make in row_channels._BLOCKS.items()}
+    channel._launches = {most: lambda _, most=most: used.append(most) for most in channel._calls}
+    monkeypatch.setattr(StreamOrder, "turn", lambda order: 0)
+    monkeypatch.setattr(row_channels, "stream_captures", lambda: False)
+    sends, x = np.zeros(segments, SEGMENT), torch.zeros(1, 4)
+    channel.exchange(x, x, Routes(sends, sends, 1))
+    assert used == [chosen]
+
+
+def test_a_record_of_experts_names_the_peer_and_a_reset_forgets_it() -> None:
+    channel: Any = expert_channels.ExpertChannel.__new__(expert_channels.ExpertChannel)
+    channel._ring, channel._memory = Hosts().identity, memory_of(0)
+    channel._error, channel._record = nvrtc.HostWord(), nvrtc.HostWord()
+    channel._error.word.value = 1 << 63 | 1 << 40 | LATE << 32 | 77  # as in experts.cuh
+    channel._record.word.value = 5
+    with pytest.raises(PeerTimeout, match=rf"waiting for rank 11 in {KINDS[1]} \(expert call 77"):
+        channel.check()
+    channel.reset()
+    channel.check()
+    assert channel._record.word.value == 0

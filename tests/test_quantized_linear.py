@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from commlib import graph
-from commlib.ops.inference import QuantizedWeight, quantize
-from commlib.ops.inference import quantized_linear as layer
+from commlib.ops.inference import QuantizedWeight, few_rows, quantize
 from commlib.ops.inference.quantized_linear import MOST_ROWS, quantized_linear
 from commlib.tools.bench import quantized
 from tests.support.checks import Array, assert_bits_equal, assert_equal
@@ -63,8 +62,8 @@ def test_values_on_gpus(comm: Any) -> None:
     for shape, kind, dtype in itertools.product(SHAPES, KINDS, NEAR):
         case = Case(shape, kind, dtype)
         given, own = case.to(comm.device), case.bias.to(comm.device)
-        kernel = dtype in layer.DTYPES and shape[0] <= MOST_ROWS
-        assert_equal(layer._may_take_kernel(*given, own), kernel, case.what)
+        kernel = dtype in few_rows.DTYPES and shape[0] <= MOST_ROWS
+        assert_equal(few_rows.may_take_kernel(MOST_ROWS, *given, own), kernel, case.what)
         for bias in (None, own):
             case.check(quantized_linear(*given, bias), None if bias is None else case.bias)
 

@@ -12,6 +12,7 @@ from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.inference.attention import Attention, prepare
 from commlib.ops.inference.checks import NAME, Checks
 from commlib.ops.inference.config import DecoderConfig
+from commlib.ops.inference.gated_silu import gated_silu
 from commlib.ops.inference.kv_cache import KVCache
 from commlib.ops.inference.position_checks import check_starts
 from commlib.ops.inference.rotary import Rotary, TokenRotary
@@ -23,6 +24,7 @@ from commlib.streams import sees_capture
 Tensor = torch.Tensor
 NormWeights: TypeAlias = tuple[Tensor, Tensor | None]
 # (partial sums, residual, norm, bias of the linear layer) -> (normalised rows, rows before)
+Linear: TypeAlias = Callable[..., Tensor]  # as ``weights.linear``
 Reduce: TypeAlias = Callable[[Tensor, Tensor, NormWeights, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -140,6 +142,8 @@ def decode_layers(
     config: DecoderConfig,
     final_norm: Tensor | None,
     final_norm_bias: Tensor | None,
+    *,
+    linear: Linear = linear,
 ) -> Tensor:
     """Return what the layers make of ``x``; ``reduce`` adds up, adds a residual and normalises."""
     first, last = layers[0], layers[-1]
@@ -158,14 +162,17 @@ def decode_layers(
         seen = attention(linear(y, layer.qkv, layer.qkv_bias), heads, number)
         y, total = reduce(linear(seen, layer.out), residual, middle, layer.out_bias)
         residual = total if config.pre_norm else y
-        y, total = reduce(_feed_forward(y, layer, config), residual, following, layer.down_bias)
+        inner = _feed_forward(y, layer, config, linear)
+        y, total = reduce(inner, residual, following, layer.down_bias)
         residual = total if config.pre_norm else y
     return residual if final_norm is None else y
 
 
-def _feed_forward(x: Tensor, layer: DecoderLayer, config: DecoderConfig) -> Tensor:
+def _feed_forward(x: Tensor, layer: DecoderLayer, config: DecoderConfig, linear: Linear) -> Tensor:
     """Return this rank's partial sums, without the bias of the second linear layer."""
     inner = linear(x, layer.up, layer.up_bias)
+    if config.gated and config.activation == "silu":
+        return linear(gated_silu(inner), layer.down)
     if config.gated:
         gate, inner = inner.chunk(2, dim=-1)
         return linear(_activated(gate, config.activation) * inner, layer.down)

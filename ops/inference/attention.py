@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from commlib.ops.inference.decode_attention import DecodeAttention, decode_attention
 from commlib.ops.inference.kv_cache import KVCache
 from commlib.ops.inference.rotary import Rotary, TokenRotary
 
@@ -26,9 +27,12 @@ class Attention:
     rotary: Rotary | TokenRotary | None
     bias: Tensor | None
     begins: bool
+    step: DecodeAttention | None = None  # does all of it
 
     def __call__(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Return [B, S, heads * D] for one layer, whose keys and values go into the cache."""
+        if self.step is not None:
+            return self.step(qkv, heads, layer)
         parts = qkv.view(*qkv.shape[:2], -1, self.head_dim)
         kv_heads = (parts.shape[2] - heads) // 2
         q, k, v = parts.split([heads, kv_heads, kv_heads], dim=2)
@@ -54,11 +58,18 @@ def prepare(
     x: Tensor,
     begins: bool,
     mask: Tensor | None = None,
+    *,
+    kernels: bool = True,
 ) -> Attention:
     """Return what all layers share, for new tokens of ``x`` at ``positions`` [B, S].
 
-    ``mask`` replaces causal attention.
+    ``mask`` replaces causal attention. ``kernels=False``: by torch operators alone.
     """
+    step = None
+    if kernels and mask is None and not begins:
+        step = decode_attention(cache, head_dim, positions, rotary, x)
+    if step is not None:
+        return Attention(cache, head_dim, (positions, positions), None, None, begins, step)
     turned = None if rotary is None else rotary.at(positions)
     bias = None
     if mask is not None:
@@ -94,10 +105,8 @@ def _bias(positions: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
 def _fresh(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Return the attention of tokens [B, S, heads, D] over themselves; causal without a bias."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
-    )
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # no symbol, if compiled
+    y = F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None, **grouped)
     joined: Tensor = y.transpose(1, 2).flatten(2)
     return joined
 

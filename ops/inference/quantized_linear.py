@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 
-from commlib.core.modes import depth, is_tracing
-from commlib.core.tensors import has_memory
+from commlib.ops.inference.few_rows import is_traced, may_take_kernel
 from commlib.ops.registered.library import register
 from commlib.ops.triton_support import has_triton
 
 Tensor = torch.Tensor
 
-DTYPES = (torch.float16, torch.bfloat16)
 MOST_ROWS = 64  # of more, converting the weight first takes less time
 FP8_SINCE = 8, 9  # the compute capability that converts float8 in one instruction
 
@@ -32,36 +30,23 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
     Returns:
         [..., outputs], in the dtype of ``x``.
     """
-    if _may_take_kernel(x, values, scales, bias):
-        call: Any = _registered_op if _is_traced() else _run
+    if may_take_kernel(MOST_ROWS, x, values, scales, bias):
+        call: Any = _registered_op if is_traced() else _run
         found: Tensor = call(x, values, scales, bias)
         return found
     return _converted(x, values, scales, bias)
-
-
-def _may_take_kernel(x: Tensor, *others: Tensor | None) -> bool:
-    if not (x.is_cuda and x.dtype in DTYPES and 0 < x.numel() <= MOST_ROWS * x.shape[-1]):
-        return False
-    tensors = [x, *(t for t in others if t is not None)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return False
-    return _is_traced() or all(map(has_memory, tensors))
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or bool(depth()) or is_tracing()
 
 
 def _run(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     kind = values.dtype
     if not has_triton() or (kind is not torch.int8 and not _converts_float8(x.device.index)):
         return _converted(x, values, scales, bias)
-    from commlib.ops.inference import quantized_kernels as kernels  # imports Triton
+    from commlib.ops.inference import linear_kernels as kernels  # imports Triton
 
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty((rows.shape[0], values.shape[0]))
     shift = None if bias is None else bias.contiguous()
-    kernels.linear(rows, values.contiguous(), scales.contiguous(), shift, out)
+    kernels.quantized(rows, values.contiguous(), scales.contiguous(), shift, out)
     return out.view(*x.shape[:-1], values.shape[0])
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.inference.config import DecoderConfig
+from commlib.ops.inference.dense_linear import dense_linear
 from commlib.ops.inference.quantized_linear import quantized_linear
 
 Tensor = torch.Tensor
@@ -214,5 +214,5 @@ def quantize(weight: Weight, dtype: torch.dtype) -> QuantizedWeight:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias."""
     if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias)
+        return dense_linear(x, weight, bias)
     return quantized_linear(x, weight.values, weight.scales, bias)

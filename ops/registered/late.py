@@ -49,6 +49,9 @@ _OPS = {  # module that registers them: names in torch.ops.commlib
     "expert_parallel.counted_rows": ("counted_tables",),
     "expert_parallel.moves": ("expert_rows", "expert_sums"),
     "expert_parallel.row_counts": ("agreed_counts",),
+    "inference.decode_attention": ("decode_attention",),
+    "inference.dense_linear": ("dense_linear",),
+    "inference.gated_silu": ("gated_silu",),
     "inference.quantized_linear": ("quantized_linear",),
 }
 OPS = {op: f"commlib.ops.{module}" for module, ops in _OPS.items() for op in ops}

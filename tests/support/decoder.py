@@ -95,6 +95,11 @@ NEAR = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 # Options of the layers, and of a model around them.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"rotary": "halves", "final_norm": True},
+    "wide heads": {
+        "config": {"hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 64},
+        "rotary": "halves",
+        "final_norm": True,
+    },
     "one key head": {"config": {"kv_heads": 1}, "rotary": "halves"},
     "many key heads": {"config": {"kv_heads": 4}},
     "gpt": {

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from commlib import CommContext, graph, ops
 from commlib.compat import paddle
@@ -244,9 +245,10 @@ class Step:
     def _composed(self, reduce: Reduce) -> None:
         work, positions = self.work, self.start[:, None]
         attention = prepare(
-            work.cache, work.config.head_dim, positions, work.rotary, self.x, begins=False
+            work.cache, work.config.head_dim, positions, work.rotary, self.x, False, kernels=False
         )
-        y = decode_layers(self.x, work.layers, attention, reduce, work.config, work.norm, None)
+        given = work.layers, attention, reduce, work.config, work.norm, None
+        y = decode_layers(self.x, *given, linear=F.linear)
         self.y.copy_(y)
 
     def _summed(

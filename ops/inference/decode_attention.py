@@ -1,0 +1,109 @@
+"""Attention of one new token a sequence: on GPUs one kernel rotates, stores and attends."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commlib.ops.inference.few_rows import DTYPES, is_traced
+from commlib.ops.inference.kv_cache import ContiguousCache, KVCache, PagedCache
+from commlib.ops.inference.rotary import Rotary, TokenRotary
+from commlib.ops.registered.library import register
+from commlib.ops.triton_support import has_triton
+
+Tensor = torch.Tensor
+
+WIDTHS = (64, 128, 256)  # of a head
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeAttention:
+    """The arguments that all layers of a decode step share.
+
+    ``positions`` [B] are those of the new tokens. ``table`` is that of a paged cache. ``cos`` and
+    ``sin`` [B, D / 2] are their angles.
+    """
+
+    cache: KVCache
+    positions: Tensor
+    table: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+    def __call__(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
+        """Return [B, 1, heads * D] for one layer, whose keys and values go into the cache."""
+        call: Any = _registered_op if is_traced() else _run
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        given = self.positions, self.table, self.cos, self.sin
+        found: Tensor = call(qkv, keys, values, *given, heads)
+        return found
+
+
+def decode_attention(
+    cache: KVCache,
+    head_dim: int,
+    positions: Tensor,
+    rotary: Rotary | TokenRotary | None,
+    x: Tensor,
+) -> DecodeAttention | None:
+    """Return what all layers share, for causal attention of new tokens at ``positions`` [B, S].
+
+    None where torch operators attend: for several tokens a sequence, outside of GPUs, for float32,
+    for heads that are rotated in part or in other pairs, and for caches with gaps.
+    """
+    serves = x.is_cuda and x.dtype in DTYPES and x.shape[1] == 1 and head_dim in WIDTHS
+    if not (serves and has_triton() and isinstance(cache, (ContiguousCache, PagedCache))):
+        return None
+    if not all(memory.is_contiguous() for memory in (*cache.keys, *cache.values)):
+        return None
+    places, cos, sin = positions[:, 0].contiguous(), None, None
+    if rotary is not None:
+        if not isinstance(rotary, Rotary) or rotary.interleaved:
+            return None
+        if 2 * rotary.cos.shape[-1] != head_dim:
+            return None
+        cos, sin = rotary.cos[places], rotary.sin[places]
+    table = cache.table if isinstance(cache, PagedCache) else None
+    return DecodeAttention(cache, places, table, cos, sin)
+
+
+def _run(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    table: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+) -> Tensor:
+    from commlib.ops.inference import decode_attention_kernels as kernels  # imports Triton
+
+    width, capacity = keys.shape[3], keys.shape[1] * (1 if table is None else table.shape[1])
+    out = qkv.new_empty((qkv.shape[0], 1, heads * width))
+    rotary = None if cos is None or sin is None else (cos, sin)
+    heads_of_all = qkv.contiguous().view(qkv.shape[0], -1, width)
+    kernels.attend(
+        heads_of_all,
+        keys,
+        values,
+        positions,
+        table,
+        rotary,
+        out.view(qkv.shape[0], heads, width),
+        capacity,
+    )
+    return out
+
+
+def _fake(qkv: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+    return qkv.new_empty((qkv.shape[0], 1, rest[-1] * keys.shape[3]))
+
+
+_registered_op = register(
+    "decode_attention(Tensor qkv, Tensor(a!) keys, Tensor(b!) values, Tensor positions, "
+    "Tensor? table, Tensor? cos, Tensor? sin, int heads) -> Tensor",
+    _run,
+    _fake,
+    ordered=False,
+)

@@ -1,0 +1,39 @@
+"""silu(gate) * inner of a gated feed-forward layer: one kernel on GPUs."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from commlib.ops.inference.few_rows import is_traced, may_take_kernel
+from commlib.ops.registered.library import register
+from commlib.ops.triton_support import has_triton
+
+Tensor = torch.Tensor
+
+MOST_ROWS = 2**16
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """Return silu(x[..., :n]) * x[..., n:], where ``x`` has 2 * n columns; both are rounded."""
+    if may_take_kernel(MOST_ROWS, x) and has_triton():
+        call: Any = _registered_op if is_traced() else _run
+        found: Tensor = call(x)
+        return found
+    gate, inner = x.chunk(2, dim=-1)
+    return F.silu(gate) * inner
+
+
+def _run(x: Tensor) -> Tensor:
+    from commlib.ops.inference import gated_kernels as kernels  # imports Triton
+
+    out = _fake(x)
+    kernels.gated_silu(x.contiguous(), out)
+    return out
+
+
+def _fake(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+_registered_op = register("gated_silu(Tensor x) -> Tensor", _run, _fake, ordered=False)
