@@ -1,10 +1,10 @@
 """Detection of Triton, which compiles this package's kernels."""
 
-from functools import cache
 from importlib.util import find_spec
 
+_FOUND = find_spec("triton") is not None
 
-@cache
+
 def has_triton() -> bool:
-    """Return True if Triton is installed, without the slow import."""
-    return find_spec("triton") is not None
+    """Return True if Triton is installed, without the slow import; compiled code may call it."""
+    return _FOUND
