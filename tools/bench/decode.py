@@ -41,12 +41,13 @@ SLACK = 1.1  # of the bare sums, for the reductions with norms
 Tensor = torch.Tensor
 CAPTION = (
     "Time of one decode step on the slowest rank, {calls} in a row, flag on: {layers} layers of "
-    "hidden {hidden} (Llama 70B: 80 of 8192), {dtype} random weights, split over {nproc} ranks on "
-    "{device}, a token per sequence at the last position of a cache of {capacity}. Peers, with the "
-    "same weights and cache, by torch operators, in the same processes: "
-    "torch.distributed.all_reduce, then residual and norm, captured by torch.cuda.graph (eager on CPUs); and "
-    "compat.paddle.c_allreduce_sum with the same operators, eager. alone: the 2 x layers "
-    "reductions of a step without the rest, captured, and as many bare sums of the same bytes."
+    "hidden {hidden} (Llama 70B: 80 of 8192), {dtype} random weights, split over {nproc} ranks on"
+    " {device}, a token per sequence at the last position of a cache of {capacity}. Peers, with "
+    "the same weights and cache, by torch operators, in the same processes: "
+    "torch.distributed.all_reduce, then residual and norm, captured by torch.cuda.graph (eager on"
+    " CPUs); and compat.paddle.c_allreduce_sum with the same operators, eager. alone: the 2 x "
+    "layers reductions of a step without the rest, captured, and as many bare sums of the same "
+    "bytes."
 )
 
 
