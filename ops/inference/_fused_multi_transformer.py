@@ -12,6 +12,7 @@ from commlib.ops.arguments import Ring, ring_number
 from commlib.ops.inference.attention import Attention, prepare
 from commlib.ops.inference.checks import NAME, Checks
 from commlib.ops.inference.config import DecoderConfig
+from commlib.ops.inference.decode_attention import DecodeAttention
 from commlib.ops.inference.gated_silu import gated_silu
 from commlib.ops.inference.kv_cache import KVCache
 from commlib.ops.inference.position_checks import check_starts
@@ -137,7 +138,7 @@ def _positions(x: Tensor, cache: KVCache, start: int | Tensor) -> tuple[Tensor, 
 def decode_layers(
     x: Tensor,
     layers: Sequence[DecoderLayer],
-    attention: Attention,
+    attention: Attention | DecodeAttention,
     reduce: Reduce,
     config: DecoderConfig,
     final_norm: Tensor | None,

@@ -27,12 +27,9 @@ class Attention:
     rotary: Rotary | TokenRotary | None
     bias: Tensor | None
     begins: bool
-    step: DecodeAttention | None = None  # does all of it
 
     def __call__(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Return [B, S, heads * D] for one layer, whose keys and values go into the cache."""
-        if self.step is not None:
-            return self.step(qkv, heads, layer)
         parts = qkv.view(*qkv.shape[:2], -1, self.head_dim)
         kv_heads = (parts.shape[2] - heads) // 2
         q, k, v = parts.split([heads, kv_heads, kv_heads], dim=2)
@@ -60,16 +57,15 @@ def prepare(
     mask: Tensor | None = None,
     *,
     kernels: bool = True,
-) -> Attention:
+) -> Attention | DecodeAttention:
     """Return what all layers share, for new tokens of ``x`` at ``positions`` [B, S].
 
     ``mask`` replaces causal attention. ``kernels=False``: by torch operators alone.
     """
-    step = None
     if kernels and mask is None and not begins:
         step = decode_attention(cache, head_dim, positions, rotary, x)
-    if step is not None:
-        return Attention(cache, head_dim, (positions, positions), None, None, begins, step)
+        if step is not None:
+            return step
     turned = None if rotary is None else rotary.at(positions)
     bias = None
     if mask is not None:

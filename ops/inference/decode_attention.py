@@ -63,7 +63,7 @@ def decode_attention(
         if 2 * rotary.cos.shape[-1] != head_dim:
             return None
         cos, sin = rotary.cos[places], rotary.sin[places]
-    table = cache.table if isinstance(cache, PagedCache) else None
+    table = cache.table.contiguous() if isinstance(cache, PagedCache) else None
     return DecodeAttention(cache, places, table, cos, sin)
 
 
