@@ -152,6 +152,7 @@ def test_captured(ring: Any, make: Any, form: tuple[str, torch.dtype]) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form[0])
 @runs_on("unified_ranks", deadline=120)
 def test_compiled(ring: Any, form: tuple[str, torch.dtype]) -> None:
+    torch._dynamo.reset()  # the fused norm of torch 2.11 takes no symbol, which a second width is
     case = Case(ring, *form)
     cache, other = case.cache(), case.cache()
     fast = torch.compile(case.call, backend="aot_eager", fullgraph=True)

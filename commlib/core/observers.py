@@ -128,6 +128,15 @@ def unwaited() -> Iterator[list[Work]]:
         inside.works = before
 
 
+def finished(fn: Callable[[], Any]) -> Any:
+    """Return ``fn()``; every work that it began has ended."""
+    with unwaited() as works:
+        result = fn()
+    for work in works:
+        work.wait()
+    return result
+
+
 def begun(work: Work) -> Work:
     """Note a work for the caller that waits for all of them; returns it.
 

@@ -191,10 +191,9 @@ def _activated(x: Tensor, activation: str) -> Tensor:
 def normalise(x: Tensor, norm: NormWeights, config: DecoderConfig) -> Tensor:
     """Return the norm of the rows of ``x``."""
     weight, bias = norm
-    width = (int(x.shape[-1]),)  # the fused norm of torch 2.11 takes no symbol
     if config.norm == "layer":
-        return F.layer_norm(x, width, weight, bias, config.eps)
-    return F.rms_norm(x, width, weight, config.eps)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, config.eps)
+    return F.rms_norm(x, x.shape[-1:], weight, config.eps)
 
 
 def _reduce(

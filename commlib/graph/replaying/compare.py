@@ -1,6 +1,6 @@
 """Compare the effects of a function call with those of its replay, bit for bit."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,6 +71,30 @@ class Noise:
 
     def __bool__(self) -> bool:
         return bool(self.kinds or self.wild)
+
+    def note(
+        self,
+        compare: Callable[..., "Comparison"],
+        one: Left,
+        other: Left,
+        *,
+        half: bool = False,
+        small: bool = False,
+    ) -> None:
+        """Add what differs between two runs of the function.
+
+        Args:
+            compare: Returns a comparison, with this noise.
+            one: What a run has left.
+            other: What another run has left.
+            half: Less than half of the digits do not count.
+            small: More than half of the digits do not count.
+        """
+        wild = {x.item: x.what for x in compare(self, half=True).differences(one, other)}
+        found = {x.item for x in compare(self, half=half).differences(one, other)}
+        self.kinds.update(kind for kind, number in found if (kind, number) not in wild)
+        if not small:
+            self.wild.update(wild)
 
 
 class Comparison:

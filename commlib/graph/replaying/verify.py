@@ -31,6 +31,7 @@ from commlib.graph.replaying.outcome import (
     elsewhere,
     worst,
 )
+from commlib.graph.replaying.second_look import second_look
 from commlib.graph.replaying.stopwatch import Stopwatch
 from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.write_counts import WriteCounts
@@ -111,6 +112,10 @@ class Verification(NamedTuple):
             cause = self._again(fn, real, None if missed else replayed)
             if replayed is not None and not missed:  # what is noise does not count
                 problem = next(self._compare().differences(real, replayed), None)
+            alike = replayed if self._repeats(real) and not (missed or run.parts) else None
+            comparisons = self._compare(), self._compare(half=True)
+            again = partial(self._replayed_again, replay, real.bound)
+            problem = second_look(self.rings, problem, real, alike, comparisons, again)
             if worst(self.rings, DIFFERS if problem else EQUAL) == DIFFERS:
                 raise Unequal(problem or elsewhere(self.rings), cause, expected)
         elif outcome == EQUAL and replayed is not None:
@@ -123,7 +128,7 @@ class Verification(NamedTuple):
         """Return ``fn()``; an error of it is one of all members."""
         try:
             with under_way(run), self._reporting():
-                return _with_works(fn)
+                return observers.finished(fn)
         except Exception:
             with suppress(CommError):
                 worst(self.rings, RAISED)
@@ -174,8 +179,12 @@ class Verification(NamedTuple):
         """Return the rings whose members verify together."""
         return self.segments.rings
 
-    def _compare(self) -> Comparison:
-        return Comparison(self.effects, self.log.tolerance, self.log.noise, half=self.uncaptured)
+    def _compare(self, *, half: bool = False) -> Comparison:
+        half = half or self.uncaptured
+        return Comparison(self.effects, self.log.tolerance, self.log.noise, half=half)
+
+    def _replayed_again(self, replay: Callable[..., Any], bound: Sequence[Change]) -> Left:
+        return self._left(replay(()), bound)
 
     def _reporting(self) -> AbstractContextManager[None]:
         return reporting(self.segments.reports_capture and not self.uncaptured)
@@ -254,12 +263,13 @@ class Verification(NamedTuple):
                 result = watched.run(fn)
             self.segments.join(self.rings)
             left = self._left(result, bound)._replace(held=self.effects.now())
+            compare = partial(Comparison, self.effects, self.log.tolerance)
             if runs.first is None:
                 runs.first = left
             else:
-                self._note_noise(runs.first, left, runs.noise)
+                runs.noise.note(compare, runs.first, left, half=self.uncaptured)
             if runs.real is not None:
-                self._note_noise(runs.real, left, runs.noise, small=True)
+                runs.noise.note(compare, runs.real, left, small=True)
         except Exception as error:  # one too many: it has filled its cache to the end
             log.once("a function whose graph differs can't be run once more: %s", error)
             runs.failed = True
@@ -276,24 +286,3 @@ class Verification(NamedTuple):
             compare = Comparison(self.effects, None, runs.noise, half=self.uncaptured)
             said = DIFFERS if any(True for _ in compare.differences(real, replayed)) else EQUAL
         return worst(self.rings, RAISED if runs.failed else said) == DIFFERS
-
-    def _note_noise(self, one: Left, other: Left, noise: Noise, *, small: bool = False) -> None:
-        """Add to ``noise`` what differs between two runs of the function.
-
-        ``small``: differences of more than half of the digits do not count.
-        """
-        compare = partial(Comparison, self.effects, self.log.tolerance, noise)
-        found = {x.item for x in compare(half=self.uncaptured).differences(one, other)}
-        wild = {x.item: x.what for x in compare(half=True).differences(one, other)}
-        noise.kinds.update(kind for kind, number in found if (kind, number) not in wild)
-        if not small:
-            noise.wild.update(wild)
-
-
-def _with_works(fn: Callable[[], Any]) -> Any:
-    """Return ``fn()``; every Work that it began has ended."""
-    with observers.unwaited() as works:
-        result = fn()
-    for work in works:
-        work.wait()
-    return result
