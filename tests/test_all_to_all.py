@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import commlib
 from commlib import ops
-from commlib.errors import ShapeError
+from commlib.errors import ArgumentError, ShapeError
 from tests.support.checks import (
     Array,
     assert_bits_equal,
@@ -141,3 +143,23 @@ def test_compiled_splits(comm: Any) -> None:
         x = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
         splits = {"in_splits": counts[comm.rank], "out_splits": column(counts, comm.rank)}
         assert_bits_equal(graph(x, **splits), all_to_all(x, **splits), counts)
+
+
+@runs_on("cpu_ranks")
+def test_splits_of_a_trace_stay_symbols(comm: Any) -> None:
+    one = commlib.new_ring(50 + comm.rank, [comm.rank])
+    assert one is not None
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        rows = [x.shape[0]]
+        return ops.all_to_all(x, one, out_splits=rows, in_splits=rows)
+
+    traced = make_fx(call, tracing_mode="symbolic")(torch.ones(4, 2))
+    x = torch.arange(12.0).view(6, 2)
+    assert_bits_equal(traced(x), x, "other rows than in the trace")
+    outs, xs = [torch.zeros(2)], [torch.ones(2)]
+    splits: Any = np.array([2])
+    refused: Any = one.all_to_all
+    with raises(ArgumentError, "with lists of tensors", "leave them away"):
+        refused(outs, xs, in_splits=splits)
+    one.close()

@@ -8,7 +8,6 @@ from torch.compiler import is_compiling
 
 from commlib.core.dispatch import is_plain
 from commlib.core.manager import _rings, comm
-from commlib.core.modes import is_tracing
 from commlib.core.validation import split_rows
 from commlib.core.work import Work
 from commlib.ops.arguments import Ring, eager_ring, ring_number
@@ -120,8 +119,10 @@ def _checked(number: int, role: str, splits: Sequence[int] | None) -> list[int] 
     """Return the splits of a call that takes its registered op."""
     if splits is None:
         return None
-    symbols = is_compiling() or (is_tracing() and any(isinstance(x, torch.SymInt) for x in splits))
-    return list(splits) if symbols else split_rows(comm(number), "all_to_all", role, splits)
+    symbols = isinstance(splits, (list, tuple)) and any(isinstance(x, torch.SymInt) for x in splits)
+    if is_compiling() or symbols:
+        return list(splits)
+    return split_rows(comm(number), "all_to_all", role, splits)
 
 
 def _new(x: torch.Tensor, out_splits: Sequence[int] | None) -> torch.Tensor:

@@ -24,8 +24,8 @@ from commlib.streams import sees_capture
 
 Tensor = torch.Tensor
 NormWeights: TypeAlias = tuple[Tensor, Tensor | None]
-# (partial sums, residual, norm, bias of the linear layer) -> (normalised rows, rows before)
 Linear: TypeAlias = Callable[..., Tensor]  # as ``weights.linear``
+# (partial sums, residual, norm, bias of the linear layer) -> (normalised rows, rows before)
 Reduce: TypeAlias = Callable[[Tensor, Tensor, NormWeights, Tensor | None], tuple[Tensor, Tensor]]
 
 

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from commlib.core.tensors import has_memory
+from commlib.errors import ArgumentError
 from commlib.ops.inference.few_rows import DTYPES, is_traced
 from commlib.ops.inference.kv_cache import ContiguousCache, KVCache, PagedCache
 from commlib.ops.inference.rotary import Rotary, TokenRotary
@@ -32,6 +35,11 @@ class DecodeAttention:
 
     def __call__(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Return [B, 1, heads * D] for one layer, whose keys and values go into the cache."""
+        if qkv.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(
+                "fused_multi_transformer: a weight requires grad, and a decode step has no "
+                "gradient; call it under torch.no_grad()"
+            )
         call: Any = _registered_op if is_traced() else _run
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         given = self.positions, self.table, self.cos, self.sin
@@ -54,7 +62,10 @@ def decode_attention(
     serves = x.is_cuda and x.dtype in DTYPES and x.shape[1] == 1 and head_dim in WIDTHS
     if not (serves and has_triton() and isinstance(cache, (ContiguousCache, PagedCache))):
         return None
-    if not all(memory.is_contiguous() for memory in (*cache.keys, *cache.values)):
+    memory = *cache.keys, *cache.values
+    if not all(each.is_contiguous() for each in memory) or forward_ad._current_level >= 0:
+        return None
+    if not (is_traced() or all(map(has_memory, (x, positions, *memory)))):
         return None
     places, cos, sin = positions[:, 0].contiguous(), None, None
     if rotary is not None:
@@ -93,6 +104,8 @@ def _run(
         out.view(qkv.shape[0], heads, width),
         capacity,
     )
+    written = [memory for memory in (keys, values) if not memory.is_inference()]
+    torch.autograd.graph.increment_version(written)
     return out
 
 

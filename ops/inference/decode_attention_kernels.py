@@ -2,7 +2,7 @@
 
 Only imported for tensors on a GPU. A program attends to a span of positions for the query heads of
 one key head; a second kernel adds up the spans in order. Spans depend on the capacity of the cache
-alone, so the bits of a sequence depend neither on the batch nor on the GPU.
+and on whether there are more than 16 sequences: the others do not change the bits of a sequence.
 """
 
 # Triton ships no types, and its kernels are not Python.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from commlib.ops.inference.few_rows import is_traced, may_take_kernel
+from commlib.ops.inference.few_rows import are_few, is_traced, may_take_kernel
 from commlib.ops.registered.library import register
 from commlib.ops.triton_support import has_triton
 
@@ -40,7 +40,8 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not (has_triton() and _fits(x.device.index)):
+    served = are_few(MOST_ROWS, x) and weight.is_contiguous() and x.is_cuda and has_triton()
+    if not (served and _fits(x.device.index)):
         return F.linear(x, weight, bias)
     from commlib.ops.inference import linear_kernels as kernels  # imports Triton
 

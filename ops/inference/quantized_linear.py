@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from commlib.ops.inference.few_rows import is_traced, may_take_kernel
+from commlib.ops.inference.few_rows import are_few, is_traced, may_take_kernel
 from commlib.ops.registered.library import register
 from commlib.ops.triton_support import has_triton
 
@@ -38,8 +38,8 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
 
 
 def _run(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    kind = values.dtype
-    if not has_triton() or (kind is not torch.int8 and not _converts_float8(x.device.index)):
+    served = x.is_cuda and are_few(MOST_ROWS, x) and has_triton()
+    if not served or not (values.dtype is torch.int8 or _converts_float8(x.device.index)):
         return _converted(x, values, scales, bias)
     from commlib.ops.inference import linear_kernels as kernels  # imports Triton
 

@@ -148,7 +148,7 @@ class AllToAll(Ring):
         self, outs: Any, xs: Any, splits: Any, mode: StreamMode, timeout: Seconds | None
     ) -> list[Tensor] | Work[list[Tensor]]:
         """Send tensor j of ``xs`` to rank j, and fill tensor j of ``outs`` with what it sends."""
-        if splits != (None, None):
+        if any(each is not None for each in splits):
             raise ArgumentError(
                 f"{self._describe('all_to_all')}: out_splits or in_splits with lists of tensors, "
                 f"which have their own sizes; leave them away"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from commlib.core.ring import Ring
 from commlib.graph.replaying.compare import Comparison, Difference, Left
 from commlib.graph.replaying.outcome import DIFFERS, EQUAL, worst
-from commlib.log import log
+from commlib.graph.replaying.verification_log import VerificationLog
 
 
 def second_look(
@@ -14,7 +14,8 @@ def second_look(
     real: Left,
     first: Left | None,
     comparisons: tuple[Comparison, Comparison],
-    replay: Callable[[], Left],
+    replay: Callable[[], Left | None],
+    log: VerificationLog,
 ) -> Difference | None:
     """Return the difference that counts, of this member.
 
@@ -26,9 +27,10 @@ def second_look(
         rings: Those whose members do the same.
         problem: The difference of the first replay.
         real: What the function has left.
-        first: What the first replay has left; None if a second one can't be compared with it.
+        first: What the first replay has left; None if there is to be no second one.
         comparisons: By bits, and by half of the digits.
-        replay: Makes one more replay.
+        replay: Makes one more replay; None if that fails.
+        log: Gets the warning.
     """
     by_bits, by_half = comparisons
     if worst(rings, EQUAL if problem is None else DIFFERS) == EQUAL:
@@ -36,11 +38,10 @@ def second_look(
     small = first is not None and not any(True for _ in by_half.differences(real, first))
     if worst(rings, EQUAL if small else DIFFERS) == DIFFERS:
         return problem
-    again = next(by_bits.differences(real, replay()), None)
+    second = replay()
+    if second is None:
+        return problem or Difference(("replay", 0), "a second replay", "fails")
+    again = next(by_bits.differences(real, second), None)
     if problem is not None and again is None:
-        log.warning(
-            "a replay gave other last digits once (%s), and those of the function the second time: "
-            "an operator may add in any order",
-            problem,
-        )
+        log.note_unsteady(problem)
     return again

@@ -101,7 +101,7 @@ class Slots:
         effects = one.effects.of(call, one.graphs)
         all_slots = Effects(writes.values(), effects.generators, effects.leaves)
         verification = one.verification("output", one.segments, call)._replace(
-            effects=all_slots, tied=stand_ins.tied
+            effects=all_slots, tied=stand_ins.tied, same_graph=False
         )
         try:
             verified = verification.run(lambda: stand_ins.run(self._fn), replay)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from commlib.graph.python.user_names import function_name
-from commlib.graph.replaying.compare import Noise, Tolerance
+from commlib.graph.replaying.compare import Difference, Noise, Tolerance
 from commlib.log import log
 
 
@@ -14,6 +14,7 @@ class VerificationLog:
         tolerance: Relative and absolute, or None for the same bits.
         noise: What the function gives other bits of each time.
         verified: How many calls and backwards were verified.
+        unsteady: How many replays had other last digits once.
         seconds: What that has cost.
         eager_seconds: Host time of the function, when last verified.
         uncaptured: Whether the next verified call answers "not captured", once.
@@ -22,7 +23,7 @@ class VerificationLog:
     def __init__(self, fn: Any, tolerance: Tolerance | None, noise: Noise) -> None:
         self._name = function_name(fn)
         self.tolerance, self.noise = tolerance, noise
-        self.verified, self.seconds = 0, 0.0
+        self.verified, self.unsteady, self.seconds = 0, 0, 0.0
         self.eager_seconds: float | None = None
         self.uncaptured = False
 
@@ -38,6 +39,21 @@ class VerificationLog:
                 self._name,
                 ", ".join(names),
             )
+
+    @property
+    def is_steady(self) -> bool:
+        """Return True if at most one of eight verified replays had other last digits once."""
+        return 8 * self.unsteady <= self.verified
+
+    def note_unsteady(self, problem: Difference) -> None:
+        """Count a replay that differed, and did not at a second look, and warn of it."""
+        self.unsteady += 1
+        log.warning(
+            "a replay of %s gave other last digits once (%s), and those of the function the second "
+            "time: an operator may add in any order",
+            self._name,
+            problem,
+        )
 
     def note(self, seconds: float, eager_seconds: float) -> None:
         """Count a verified call.

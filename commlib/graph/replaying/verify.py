@@ -61,6 +61,7 @@ class Verification(NamedTuple):
             another branch then, whose last digits differ: half of the digits are compared.
         tied: Returns what the function has made in the form that the program gets, where that
             counts: with its gradients.
+        same_graph: Whether a further replay would be of the same graph.
     """
 
     segments: Segments
@@ -72,6 +73,7 @@ class Verification(NamedTuple):
     binds: Set[tuple[int, str]]
     uncaptured: bool
     tied: Callable[[Sequence[Any]], list[Any]] = list
+    same_graph: bool = True
 
     def run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
         """Run ``fn`` for real and its graph after that, and compare.
@@ -112,10 +114,11 @@ class Verification(NamedTuple):
             cause = self._again(fn, real, None if missed else replayed)
             if replayed is not None and not missed:  # what is noise does not count
                 problem = next(self._compare().differences(real, replayed), None)
-            alike = replayed if self._repeats(real) and not (missed or run.parts) else None
+            once_more = self.same_graph and self.log.is_steady and not (missed or run.parts)
+            alike = replayed if once_more and self._repeats(real) else None
             comparisons = self._compare(), self._compare(half=True)
-            again = partial(self._replayed_again, replay, real.bound)
-            problem = second_look(self.rings, problem, real, alike, comparisons, again)
+            again = partial(self._replayed_again, replay, real)
+            problem = second_look(self.rings, problem, real, alike, comparisons, again, self.log)
             if worst(self.rings, DIFFERS if problem else EQUAL) == DIFFERS:
                 raise Unequal(problem or elsewhere(self.rings), cause, expected)
         elif outcome == EQUAL and replayed is not None:
@@ -183,8 +186,12 @@ class Verification(NamedTuple):
         half = half or self.uncaptured
         return Comparison(self.effects, self.log.tolerance, self.log.noise, half=half)
 
-    def _replayed_again(self, replay: Callable[..., Any], bound: Sequence[Change]) -> Left:
-        return self._left(replay(()), bound)
+    def _replayed_again(self, replay: Callable[..., Any], real: Left) -> Left | None:
+        """Return what one more replay has left; None if it raises."""
+        try:
+            return self._left(replay(()), real.bound)
+        except (GraphError, OtherValue):
+            return None
 
     def _reporting(self) -> AbstractContextManager[None]:
         return reporting(self.segments.reports_capture and not self.uncaptured)
