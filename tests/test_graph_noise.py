@@ -122,7 +122,7 @@ def test_noise_of_one_replay(
 
 @pytest.mark.parametrize("grads", [False, True])
 def test_a_graph_that_is_always_wrong(monkeypatch: pytest.MonkeyPatch, grads: bool) -> None:
-    """Its last digits are no noise, also where another slot of a function is right."""
+    """Its last digits differ again, also where another slot of a function is right."""
     weight, places = torch.full((3,), 2.0, requires_grad=grads), ctypes.c_int64()
     replay, wrong = CpuRecording.replay, list[CpuRecording]()
 
