@@ -94,7 +94,9 @@ CAPTURE = {
     "sequence | host time, µs": (*BY_HAND, "eager"),
     "sequence | wall time, µs": (*BY_HAND, "eager"),
     "module | wall time, µs": (
-        *("graph.capture", 'graph.capture, gradients="borrow"', "make_graphed_callables", "eager"),
+        "graph.capture",
+        *(f'graph.capture, gradients="{way}"' for way in ("borrow", "accumulate")),
+        *("make_graphed_callables", "eager"),
     ),
     "tiny | host time, µs": (*BY_HAND, "eager"),
     "memory | reserved, MiB": BY_HAND,

@@ -175,5 +175,7 @@ def test_copies_on_cpus(comm: Any) -> None:
 
 
 def test_unknown_choice() -> None:
-    with pytest.raises(GraphError, match="gradients='lend': expected 'borrow' or 'copy'"):
+    with pytest.raises(
+        GraphError, match="gradients='lend': expected 'accumulate', 'borrow' or 'copy'"
+    ):
         graph.capture(lambda x: x, gradients="lend")  # type: ignore[call-overload]

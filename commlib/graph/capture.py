@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.captured_module import CapturedModule
-from commlib.graph.options import First, Memory, OnFail, Options
+from commlib.graph.options import First, Gradients, Memory, OnFail, Options
 
 
 class Given(TypedDict, total=False):
@@ -20,7 +20,7 @@ class Given(TypedDict, total=False):
     first: First
     inputs: Memory
     outputs: Memory
-    gradients: Memory
+    gradients: Gradients
     agree: int | None
     on_fail: OnFail
     verify: bool | int | Literal["auto"] | None
@@ -73,6 +73,8 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
                 raises. "copy" returns fresh tensors.
             gradients: "copy" returns fresh tensors from backwards. "borrow" returns memory of the
                 graph on GPUs: zero_grad() before the next forward, else a use of it raises.
+                "accumulate" adds those of weights to a ``.grad`` that is there, all by one kernel,
+                where torch would do no more than that; else as "copy".
             agree: Number of a ring whose ranks compare their keys at every call; this blocks the
                 host. It is for keys that come from a rank's own data.
             on_fail: "raise", or "eager" to run calls that can't be captured eagerly;

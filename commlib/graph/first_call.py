@@ -70,6 +70,7 @@ class FirstCall:
         unseen = findings.unseen_in(call.tensors)
         copy, own_inputs = options.outputs == "copy", options.inputs == "copy"
         own_inputs = own_inputs or self._backend.copies_arguments
+        borrows = options.gradients == "borrow"
         recipe = Recipe(
             self._fn,
             self._backend,
@@ -78,7 +79,7 @@ class FirstCall:
             self._times,
             own_inputs,
             unseen=unseen,
-            borrowed_gradients=options.gradients == "borrow" and guards_memory,
+            gradients="copy" if borrows and not guards_memory else options.gradients,
         )
         log = functools.partial(VerificationLog, self._fn, options.tolerance, Noise())
         if findings.differentiable:

@@ -13,6 +13,7 @@ from commlib.graph.python.user_names import function_name
 
 First: TypeAlias = Literal["once", "warmup"]
 Memory: TypeAlias = Literal["borrow", "copy"]
+Gradients: TypeAlias = Literal["accumulate", "borrow", "copy"]
 OnFail: TypeAlias = Literal["raise", "eager"]
 
 
@@ -20,7 +21,7 @@ _CHOICES = {
     "first": ("once", "warmup"),
     "inputs": ("borrow", "copy"),
     "outputs": ("borrow", "copy"),
-    "gradients": ("borrow", "copy"),
+    "gradients": ("accumulate", "borrow", "copy"),
     "on_fail": ("raise", "eager"),
 }
 
@@ -34,7 +35,7 @@ class Options:
     first: First = "once"
     inputs: Memory = "borrow"
     outputs: Memory = "borrow"
-    gradients: Memory = "copy"
+    gradients: Gradients = "copy"
     agree: int | None = None
     on_fail: OnFail = "raise"
     verify: bool | int | str | None = None
@@ -46,7 +47,8 @@ class Options:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                expected = " or ".join(map(repr, choices))
+                *others, last = map(repr, choices)
+                expected = f"{', '.join(others)} or {last}"
                 raise GraphError(f"{name}={value!r}: expected {expected}")
         if self.tolerance is not None and not _are_two_numbers(self.tolerance):
             raise GraphError(f"tolerance={self.tolerance!r}: expected (rtol, atol), both 0 or more")

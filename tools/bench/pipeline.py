@@ -24,10 +24,10 @@ USUAL, MOST, GROWTH = 8, 1.10, 1.02
 GIBIBYTE = 2**30
 CAPTION = (
     f"GPU memory of training a GPT with {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, in "
-    f"bfloat16 with AdamW, over {{nproc}} ranks with {CHUNKS} virtual stages each (interleaved "
-    f"1F1B, one sequence per microbatch){{shared}}. taken: the fall of torch.cuda.mem_get_info "
-    "from before the model until the last step, on the GPU where it is largest, median over fresh "
-    f"processes; {STEPS} steps per number of microbatches, in one process. {GRAPHS}: each stage "
+    f"bfloat16 with AdamW (fused), over {{nproc}} ranks with {CHUNKS} virtual stages each "
+    f"(interleaved 1F1B, one sequence per microbatch){{shared}}. taken: the fall of "
+    "torch.cuda.mem_get_info from before the model until the last step, on the GPU where it is largest, median "
+    f"over fresh processes; {STEPS} steps per number of microbatches, in one process. {GRAPHS}: each stage "
     "captured by graph.pipeline with its defaults, verified replays included."
 )
 
@@ -153,7 +153,7 @@ def train(
     before = _free(ring)
     stages = _stages(ring, size, captured)
     optimizer = torch.optim.AdamW(
-        [x for stage in stages.values() for x in stage.parameters()], lr=1e-4
+        [x for stage in stages.values() for x in stage.parameters()], lr=1e-4, fused=True
     )
     found: list[tuple[int, list[Tensor]]] = []
     for schedule in schedules:

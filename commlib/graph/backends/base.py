@@ -59,6 +59,9 @@ class Backend(Protocol):
         Memory that torch takes for it goes back to the GPU at its end.
         """
 
+    def trim_after_backward(self, outs: Sequence[torch.Tensor]) -> None:
+        """Give back what torch keeps of a first call, when the backward from ``outs`` has ended."""
+
     def begin(
         self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None
     ) -> Recorder:
@@ -128,6 +131,9 @@ class CpuBackend:
         return nullcontext()
 
     calling = trimmed = warming
+
+    def trim_after_backward(self, outs: Sequence[torch.Tensor]) -> None:
+        """Do nothing: torch keeps no memory of a CPU."""
 
     def begin(
         self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None

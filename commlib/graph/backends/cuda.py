@@ -15,6 +15,7 @@ from commlib.core.work import Work
 from commlib.errors import GraphError
 from commlib.graph.backends.base import Pool
 from commlib.graph.backends.blas_workspace import BlasWorkspace
+from commlib.graph.backends.cached_memory import trim_after_backward, trimmed
 from commlib.graph.backends.cuda_driver import clear_error, no_stale_streams, nodes, unsafe_calls
 from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
 from commlib.graph.backends.graph_memory import Failures, allocated_bytes, join_frees, memory_of
@@ -94,16 +95,13 @@ class CudaBackend:
         with _capturing, self.side().run():
             yield
 
-    @contextmanager
-    def trimmed(self) -> Iterator[None]:
-        """Give back what torch has taken inside: no graph, and often no stream, could use it."""
-        before = torch.cuda.memory_reserved(self.device)
-        try:
-            yield
-        finally:
-            if torch.cuda.memory_reserved(self.device) > before:
-                with _capturing:
-                    torch.cuda.empty_cache()
+    def trimmed(self) -> AbstractContextManager[None]:
+        """Give back what torch has taken inside a ``with`` block."""
+        return trimmed(self.device, _capturing)
+
+    def trim_after_backward(self, outs: Sequence[torch.Tensor]) -> None:
+        """Give back what the first backward of a call has taken, once it has ended."""
+        trim_after_backward(outs, _capturing)
 
     # -- a capture ---------------------------------------------------------------------------------
 

@@ -41,6 +41,10 @@ class SideStream:
         same = current_raw(self._device) == self._callers.cuda_stream
         return same and threading.get_ident() == self._thread and not self._shared
 
+    def orders(self, raw: int) -> bool:
+        """Return True for the raw stream of either side of its fences."""
+        return raw in (self.stream.cuda_stream, self._callers.cuda_stream)
+
     def current(self) -> AbstractContextManager[object]:
         """Return the context in which nodes of this stream are made."""
         return on_stream(self.stream)

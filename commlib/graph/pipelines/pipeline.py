@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from commlib.graph.captured_module import CapturedModule
-from commlib.graph.options import Options
+from commlib.graph.options import Gradients, Options
 from commlib.graph.pipelines.cut import Cuts, Stretch
 from commlib.graph.pipelines.layers import Layer, Layers
 
@@ -17,6 +17,7 @@ def pipeline(
     slots: int | None = None,
     breaks: Sequence[int | type] = (),
     shared: Sequence[torch.nn.Module] = (),
+    gradients: Gradients = "accumulate",
 ) -> "Pipeline":
     """Return a module that calls ``layers`` one after the other, most of them from graphs.
 
@@ -36,6 +37,8 @@ def pipeline(
             layers. These layers are captured too.
         shared: Modules that other stages also have, such as tied embeddings. Layers that are or
             use one stay eager. Weights that several stretches on this rank use are found anyway.
+        gradients: As for ``capture``. With "accumulate" a weight that the loss uses too, outside of
+            the layers, has the sum of another order in its last digits; "copy" has eager code's.
 
     Returns:
         A module with the state dict of ``torch.nn.Sequential(*layers)``.
@@ -43,7 +46,7 @@ def pipeline(
     Raises:
         GraphError: An argument is wrong.
     """
-    return Pipeline(layers, slots=slots, breaks=breaks, shared=shared)
+    return Pipeline(layers, slots=slots, breaks=breaks, shared=shared, gradients=gradients)
 
 
 class Pipeline(Layers):
@@ -60,10 +63,13 @@ class Pipeline(Layers):
         slots: int | None = None,
         breaks: Sequence[int | type] = (),
         shared: Sequence[torch.nn.Module] = (),
+        gradients: Gradients = "accumulate",
     ) -> None:
         """See ``pipeline``."""
         super().__init__(layers)
-        self._options = Options(inputs="copy", outputs="copy", on_fail="eager", slots=slots)
+        self._options = Options(
+            inputs="copy", outputs="copy", gradients=gradients, on_fail="eager", slots=slots
+        )
         self._cuts = Cuts(self._layers, breaks, shared)
         self._probed: set[int] = set()  # layers that the next call tries one by one
         self._tried: set[int] = set()  # layers that were

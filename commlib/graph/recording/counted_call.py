@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from commlib.core.tensors import has_memory, parts
 from commlib.errors import CommError, GraphError
@@ -104,6 +105,7 @@ class CountedCall:
         pairs = zip(held, bits, digests(held), strict=True)
         changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
         self._note_run(run, rings, changed)
+        self._backend.trim_after_backward(_tensors_in(result))
         problem = self._look(call, result, positions, after_call)
         self._problem = self._agreed(rings, problem) if rings else problem
         return result
@@ -242,6 +244,10 @@ def _handed_back(call: Arguments, opened: Contents, result: Any, changes: Sequen
         if found is not None:
             return f"binds {change.name} to an argument that is a {type(found).__qualname__}"
     return ""
+
+
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
 def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

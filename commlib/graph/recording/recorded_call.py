@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
         rooms: For each leaf of the result, its memory if the graph makes it.
         unseen: Tensors that it writes, and no operator says so: of the arguments their positions.
         pool: Its own memory, in place of what all graphs share.
-        borrowed_gradients: Whether backwards return the graphs' memory.
+        gradients: What becomes of them in backwards: the option of ``capture``.
     """
 
     fn: Callable[..., Any]
@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
     rooms: Sequence[torch.Tensor | None] = ()
     unseen: Sequence[torch.Tensor | int] = ()
     pool: Pool | None = None
-    borrowed_gradients: bool = False
+    gradients: str = "copy"
 
 
 class RecordedCall(NamedTuple):

@@ -47,8 +47,13 @@ class Slot(Protocol):
     def check(self, lease: Lease) -> None:
         """Raise ``GraphError`` where something was written to that the backward is to read."""
 
-    def backward(self, grads: Grads, side: SideStream | None) -> list[torch.Tensor | None]:
-        """Replay the backward with the gradients of the outputs; returns fresh tensors."""
+    def backward(
+        self, grads: Grads, side: SideStream | None, edges: Sequence[tuple[Any, int]] = ()
+    ) -> list[torch.Tensor | None]:
+        """Replay the backward with the gradients of the outputs; returns fresh tensors.
+
+        ``edges``: to the nodes that these go to, if the slot may do the work of such nodes.
+        """
 
     def verified_backward(self, lease: Lease, grads: Grads) -> list[torch.Tensor | None]:
         """Run the backward of the function's own outputs, then replay the captured one."""
@@ -74,9 +79,10 @@ class Node(torch.autograd.Function):
         """Return the gradients of all that leads to some."""
         *coming, _ = grads  # the tie has no gradient
         check_untransformed_backward(coming)
+        creates = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
-            found = _gone_back(ctx, coming)
-        if torch.is_grad_enabled():  # create_graph=True
+            found = _gone_back(ctx, coming, () if creates else ctx.next_functions)
+        if creates:
             found = _differentiable_once(found, [*ctx.saved_tensors, *coming])
         return None, None, None, *found
 
@@ -111,8 +117,13 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
-    """Replay a node's backward, and free its slot if no other backward can follow."""
+def _gone_back(
+    ctx: Any, grads: Grads, edges: Sequence[tuple[Any, int]]
+) -> list[torch.Tensor | None]:
+    """Replay a node's backward, and free its slot if no other backward can follow.
+
+    ``edges``: where gradients go to that may be added to ``.grad`` at once.
+    """
     slot: Slot | None = ctx.slot
     if slot is None:
         raise GraphError(
@@ -121,7 +132,7 @@ def _gone_back(ctx: Any, grads: Grads) -> list[torch.Tensor | None]:
     lease: Lease = ctx.lease
     slot.check(lease)
     if lease.expected is None:
-        found = slot.backward(grads, lease.side)
+        found = slot.backward(grads, lease.side, edges)
     else:
         found = slot.verified_backward(lease, grads)
     if not retains() and all_run(ctx.next_functions) and slot.is_last:

@@ -1,7 +1,7 @@
 """One captured backward of a slot, for those outputs whose gradients come."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -12,6 +12,8 @@ from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import expanded_dims, maker, unexpanded
 from commlib.graph.recording.segments import Segments
+
+Form = tuple[int, ...] | None  # of a gradient that comes: the dimensions that are expanded
 
 
 class Backward:
@@ -46,23 +48,34 @@ class Backward:
         self._wrapped = copied if any(map(is_wrapper, copied.values())) else {}
         self._make = {} if self._wrapped else {i: maker(grad) for i, grad in copied.items()}
         # Each replay's gradients are copied at once, so that their memory is the pool's again.
-        every = [part for grad in copied.values() for part in parts(grad)]
-        self._parts = [shared(x) if _is_made(x, segments) else x for x in every]
+        self._parts = {
+            i: [shared(x) if _is_made(x, segments) else x for x in parts(grad)]
+            for i, grad in copied.items()
+        }
 
     def run(
-        self, coming: Sequence[torch.Tensor], side: SideStream | None
+        self,
+        coming: Sequence[torch.Tensor],
+        side: SideStream | None,
+        sums: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """Replay it with the gradients of outputs; returns those of tensors, by position.
 
-        ``side``: the current stream, if that is not the caller's.
+        Args:
+            coming: The gradients of outputs.
+            side: The current stream, if that is not the caller's.
+            sums: By position, what gradients are added to. These are not returned.
         """
-        fresh, places = self._fresh()
+        added = {i: into for i, into in sums.items() if i in self._make}
+        fresh, places = self._fresh(added)
         with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
             self.segments.turn()
             self._take(coming)
             self.segments.replay()
             if places:
-                torch._foreach_copy_(places, self._parts)
+                torch._foreach_copy_(places, [x for i in fresh for x in self._parts[i]])
+            if added:
+                torch._foreach_add_([*added.values()], [self._parts[i][0] for i in added])
         borrowed = {i: self._guards.borrow(i, x, "its backward") for i, x in self._borrowed.items()}
         return fresh | borrowed
 
@@ -79,13 +92,25 @@ class Backward:
         """Make gradients that the program still holds raise when they are read."""
         self._guards.expire(where)
 
-    def _fresh(self) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-        """Return new gradients by position, and all memory that is to be written."""
+    def _fresh(self, added: Container[int]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """Return new gradients by position, but for ``added``, and all memory to be written."""
         if not self._wrapped:
-            plain = {i: make() for i, make in self._make.items()}
+            plain = {i: make() for i, make in self._make.items() if i not in added}
             return plain, [*plain.values()]
         fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._wrapped.items()}
         return fresh, [part for grad in fresh.values() for part in parts(grad)]
+
+
+def form_of(grad: torch.Tensor | None, *, dense: bool) -> Form:
+    """Return the form of a gradient: kernels add up an expanded one in another order.
+
+    Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
+    count as dense.
+    """
+    if grad is None:
+        return None
+    plain = not dense and grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
+    return expanded_dims(grad) if plain else ()
 
 
 def _is_made(x: torch.Tensor, segments: Segments) -> bool:

@@ -53,6 +53,14 @@ def all_run(edges: Sequence[tuple[Any, int]]) -> bool:
     return True
 
 
+def will_run(node: Any) -> bool:
+    """Return True if the backward under way certainly goes on to a node."""
+    try:
+        return node is not None and _will_run(node)
+    except RuntimeError:  # a leaf that autograd.grad has asked for
+        return False
+
+
 def _saves(node: Any) -> bool:
     """Return True if a node has saved a tensor."""
     names = (name for name in dir(node) if name.startswith("_raw_saved"))

@@ -10,28 +10,26 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from commlib.core.tensors import is_wrapper
 from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs, leads_back
-from commlib.graph.operators.layout import expanded_dims, expanded_zeros
+from commlib.graph.operators.layout import expanded_zeros
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.capture_run import without_saved_hooks
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
 from commlib.graph.recording.segments import Segments
 from commlib.graph.replaying.autograd_node import Grads, Lease, Node
-from commlib.graph.replaying.backward import Backward
+from commlib.graph.replaying.backward import Backward, Form, form_of
 from commlib.graph.replaying.captured_call import CapturedCall
+from commlib.graph.replaying.grad_sums import NO_SUMS, GradSums
 from commlib.graph.replaying.nodes import used_up
 from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.watching.runs import DonePart
-
-Form = tuple[int, ...] | None  # of a gradient that comes: the dimensions that are expanded
 
 
 class Slot:
@@ -52,6 +50,8 @@ class Slot:
         self.forward = CapturedCall(self._recipe, log, Schedule(False))
         self.parameters = recipe.findings.parameters
         self._differs, self._side = differs, recipe.backend.side()
+        self._borrows = recipe.gradients == "borrow"
+        self._sums = NO_SUMS
         self.is_last = False
         self._lease: weakref.ref[Lease] | None = None
         # By how the gradients of outputs come, and the autocast that the backward is called under.
@@ -74,6 +74,8 @@ class Slot:
         """Hold the nodes of leaves, which then have these and no others in the capture."""
         with self._recipe.backend.waiting():
             self._ends = [get_gradient_edge(leaf) for leaf in self.parameters]
+        if self._recipe.gradients == "accumulate":
+            self._sums = GradSums(self.parameters, [edge.node for edge in self._ends], self._side)
 
     def recorded(self, recorded: RecordedCall, outputs: Outputs, *, again: bool) -> None:
         """Capture the backward from all outputs of a forward that was just recorded."""
@@ -118,7 +120,7 @@ class Slot:
             lambda _: go_back(outs, self._wanted, given, quiet=self.parameters),
             part=f"backward from {comes}",
             again=again,
-            pool=self._recipe.pool if self._recipe.borrowed_gradients else None,
+            pool=self._recipe.pool if self._borrows else None,
             before=forward,
             times=times.of("backward", self._recipe.backend.device) if times else None,
         )
@@ -127,8 +129,8 @@ class Slot:
         forms = zip(self._outs, comes, strict=True)
         others = [out for out, form in forms if form is None]
         there = {i: grad for i, grad in found if grad is not None}
-        last, borrow = used_up(outs, others), self._recipe.borrowed_gradients
-        return Backward(segments, given, there, last=last, borrow=borrow)
+        last = used_up(outs, others)
+        return Backward(segments, given, there, last=last, borrow=self._borrows)
 
     def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
         """Record the tensors that forward saves for backward. Writes in between are an error.
@@ -168,7 +170,7 @@ class Slot:
         self, call: Arguments, caller: FrameType, done: Sequence[DonePart] | None = None
     ) -> Any:
         """Replay the forward; the gradients of its outputs lead to the backward."""
-        if self._recipe.borrowed_gradients:  # the graphs share one memory
+        if self._borrows:  # the graphs share one memory
             self._expire(f"the call at {line_of_frame(caller)}")
         return self.forward.replay(call, caller, self, done)
 
@@ -207,16 +209,22 @@ class Slot:
                 "run the backward before modifying the tensor, or clone the tensor"
             )
 
-    def backward(self, grads: Grads, side: SideStream | None) -> list[torch.Tensor | None]:
+    def backward(
+        self, grads: Grads, side: SideStream | None, edges: Sequence[tuple[Any, int]] = ()
+    ) -> list[torch.Tensor | None]:
         """Replay the backward with the gradients of the outputs; returns fresh tensors.
 
-        ``side``: the current stream, if that is not the caller's.
+        Args:
+            grads: The gradients of the outputs.
+            side: The current stream, if that is not the caller's.
+            edges: To the nodes of the gradients that may be added to ``.grad`` here.
         """
         wanted = self._of_leading(grads)
         backward = self._backward_of(wanted)
         self.is_last = backward.last
         self._expire("the next backward")  # all of them share one memory
-        fresh = backward.run([grad for grad in wanted if grad is not None], side)
+        sums = self._sums.at(edges, side)
+        fresh = backward.run([grad for grad in wanted if grad is not None], side, sums)
         return [fresh.get(i) for i in range(len(self._tensors))]
 
     def expect(self, outs: Tensors, wanted: Tensors, *, uncaptured: bool) -> None:
@@ -261,7 +269,7 @@ class Slot:
         """
         if not self._backwards:
             raise GraphError("the graph of this backward was released before it ran")
-        comes = tuple(_form(grad, dense=self._dense) for grad in grads)
+        comes = tuple(form_of(grad, dense=self._dense) for grad in grads)
         key = comes, modes() if any_autocast() else None
         if key not in self._backwards:
             go_back = gradients if any_autocast() else plain_gradients
@@ -285,15 +293,3 @@ class Slot:
             backward.segments.release()
         self._backwards.clear()
         self.forward.backwards = []
-
-
-def _form(grad: torch.Tensor | None, *, dense: bool) -> Form:
-    """Return the form of a gradient: kernels add up an expanded one in another order.
-
-    Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
-    count as dense.
-    """
-    if grad is None:
-        return None
-    plain = not dense and grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
-    return expanded_dims(grad) if plain else ()

@@ -1,0 +1,49 @@
+"""Memory that torch keeps for streams of a captured function's runs, given back to the GPU."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from commlib.streams import capturing
+
+Lock = AbstractContextManager[Any]  # held while a graph is captured
+
+
+@contextmanager
+def trimmed(device: torch.device, lock: Lock) -> Iterator[None]:
+    """Give back what torch has taken inside: no graph, and often no stream, could use it."""
+    before = torch.cuda.memory_reserved(device)
+    try:
+        yield
+    finally:
+        if torch.cuda.memory_reserved(device) > before:
+            _give_back(lock)
+
+
+def trim_after_backward(outs: Sequence[torch.Tensor], lock: Lock) -> None:
+    """Give back what torch keeps, once, when the first backward from some of ``outs`` has ended.
+
+    Their nodes belong to a side stream, where later backwards allocate gradients alone.
+    """
+    handles: list[Any] = []
+
+    def begin(_: object) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(partial(_give_back, lock))
+
+    nodes = {out.grad_fn for out in outs}
+    handles += [node.register_prehook(begin) for node in nodes if node is not None]
+
+
+def _give_back(lock: Lock) -> None:
+    if not capturing():
+        with lock:
+            torch.cuda.empty_cache()

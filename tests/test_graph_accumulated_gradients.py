@@ -1,0 +1,221 @@
+"""gradients="accumulate": added to `.grad` by one kernel, where nothing else would see them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib import graph
+from commlib.graph import GraphError
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
+from tests.support.torch_groups import OURS, initialised
+
+WIDTH, STEPS = 6, 6
+
+
+def model_on(device: torch.device) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
+
+
+def rows(turn: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randn(4, WIDTH, generator=generator).to(device)
+
+
+def pair(device: torch.device, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """Return two equal models, and the captured form of the second."""
+    eager = model_on(device)
+    own = copy.deepcopy(eager)
+    return eager, own, graph.capture(own, gradients="accumulate", **options)
+
+
+def go_back(model: Callable[[Tensor], Tensor], turn: int, device: torch.device) -> None:
+    model(rows(turn, device)).square().sum().backward()
+
+
+def same_grads(eager: nn.Module, own: nn.Module, what: str) -> None:
+    for (name, one), other in zip(eager.named_parameters(), own.parameters(), strict=True):
+        assert_bits_equal(other.grad, one.grad, f"{what}, {name}")
+
+
+class Arrivals:
+    """Counts the gradients that reach the node of a weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.count = 0
+        self._node = get_gradient_edge(weight).node
+        self._node.register_prehook(self._note)
+
+    def _note(self, grads: Any) -> None:
+        self.count += grads[0] is not None
+
+
+@runs_on("unified_ranks")
+def test_training(comm: Any) -> None:
+    """Steps that drop gradients, that set them to zero, and that let them add up."""
+    for zero in (
+        lambda optimizer: optimizer.zero_grad(set_to_none=True),
+        lambda optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda optimizer: None,
+    ):
+        eager, own, captured = pair(comm.device)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (eager, own)]
+        for turn in range(STEPS):
+            for part in range(3):
+                for model in (eager, captured):
+                    go_back(model, 3 * turn + part, comm.device)
+            same_grads(eager, own, f"turn {turn}")
+            for optimizer in optimizers:
+                optimizer.step()
+                zero(optimizer)
+
+
+@runs_on("unified_ranks")
+def test_which_gradients_are_added(comm: Any) -> None:
+    """Only those without a ``.grad`` reach the node of a weight, and those of verified calls."""
+    _, own, captured = pair(comm.device, verify=False)
+    for turn in range(2):
+        go_back(captured, turn, comm.device)
+    arrivals = Arrivals(next(own.parameters()))
+    for turn in range(STEPS):
+        go_back(captured, turn, comm.device)
+    assert_equal(arrivals.count, 0, "gradients at the node, with a .grad")
+    for turn in range(STEPS):
+        own.zero_grad()
+        go_back(captured, turn, comm.device)
+        go_back(captured, turn, comm.device)
+    assert_equal(arrivals.count, STEPS, "gradients at the node, after as many zero_grad()")
+
+    _, own, captured = pair(comm.device, verify=True)
+    for turn in range(2):
+        go_back(captured, turn, comm.device)
+    arrivals = Arrivals(next(own.parameters()))
+    for turn in range(STEPS):
+        go_back(captured, turn, comm.device)
+    assert_equal(arrivals.count, STEPS, "gradients at the node of verified calls")
+
+
+@runs_on("unified_ranks")
+def test_forwards_in_flight(comm: Any) -> None:
+    """Each backward adds its own gradients, in the order of the backwards."""
+    eager, own, captured = pair(comm.device)
+    for turn in range(STEPS):
+        for model in (eager, captured):
+            outs = [model(rows(3 * turn + i, comm.device)).square().sum() for i in range(3)]
+            for out in reversed(outs):
+                out.backward()
+            del outs, out
+        same_grads(eager, own, f"turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_hooks(comm: Any) -> None:
+    """Hooks of a weight get its gradient, and hooks after its node find it in ``.grad``."""
+    eager, own, captured = pair(comm.device, verify=False)
+    seen: list[list[list[Tensor]]] = []
+    nodes = []  # each lives as long as this, and its hook with it
+    for model in (eager, own):
+        first, second, third, _ = model.parameters()
+        notes: list[list[Tensor]] = [[], [], []]
+        of_weight, of_sum, of_node = notes
+        first.register_hook(lambda grad, notes=of_weight: notes.append(grad.clone()))
+        second.register_post_accumulate_grad_hook(
+            lambda weight, notes=of_sum: notes.append(weight.grad.clone())
+        )
+        nodes.append(get_gradient_edge(third).node)
+        nodes[-1].register_hook(
+            lambda *_, weight=third, notes=of_node: notes.append(weight.grad.clone())
+        )
+        seen.append(notes)
+    for turn in range(STEPS):
+        for each in (eager, captured):
+            go_back(each, turn, comm.device)
+        same_grads(eager, own, f"turn {turn}")
+    for i, (wanted, found) in enumerate(zip(*seen, strict=True)):
+        assert_equal(len(found), STEPS, f"calls of hook {i}")
+        for turn, (one, other) in enumerate(zip(wanted, found, strict=True)):
+            assert_bits_equal(other, one, f"what hook {i} got in turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_gradients_that_are_asked_for(comm: Any) -> None:
+    """``autograd.grad`` and ``inputs=`` return gradients and leave other ``.grad`` alone."""
+    eager, own, captured = pair(comm.device, verify=False)
+    for turn in range(STEPS):
+        found = []
+        for model, call in ((eager, eager), (own, captured)):
+            weights = [*model.parameters()]
+            if turn == 0:
+                go_back(call, turn, comm.device)
+            found.append(torch.autograd.grad(call(rows(turn, comm.device)).sum(), weights[:2]))
+            call(rows(turn, comm.device)).square().sum().backward(inputs=weights[2:])
+        same_grads(eager, own, f"turn {turn}")
+        for i, (one, other) in enumerate(zip(*found, strict=True)):
+            assert_bits_equal(other, one, f"turn {turn}, gradient {i}")
+
+
+@runs_on("unified_ranks")
+def test_weights_that_are_used_twice(comm: Any) -> None:
+    """By the program too, and by two captured calls: whole numbers, whose sums have no order."""
+    whole = [rows(i, comm.device).round().requires_grad_() for i in range(2)]
+    captured = graph.capture(lambda x: (x * whole[0] + whole[1]).sum(), gradients="accumulate")
+    want = [torch.zeros_like(x) for x in whole]
+    for turn in range(STEPS):
+        x, y = (rows(7 * turn + i, comm.device).round() for i in range(2))
+        (captured(x) + captured(y) + (whole[0] * 3).sum()).backward()
+        want[0] += x + y + 3
+        want[1] += 2
+        for i, leaf in enumerate(whole):
+            assert_bits_equal(leaf.grad, want[i], f"turn {turn}, leaf {i}")
+
+
+@runs_on("unified_ranks")
+def test_grads_of_other_forms(comm: Any) -> None:
+    """A shared, transposed or absent ``.grad`` gives what eager code gives."""
+    eager, own, captured = pair(comm.device, verify=False)
+    for turn in range(STEPS):
+        for model in (eager, own):
+            weights = [*model.parameters()]
+            weights[0].grad = torch.ones(WIDTH, WIDTH, device=comm.device).t().contiguous().t()
+            weights[1].grad = weights[3].grad = torch.zeros(WIDTH, device=comm.device)
+            weights[2].grad = None
+        for call in (eager, captured):
+            go_back(call, turn, comm.device)
+        same_grads(eager, own, f"turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_no_second_derivative(comm: Any) -> None:
+    """With ``create_graph=True`` gradients are tensors that raise where they are derived from."""
+    _, own, captured = pair(comm.device, verify=False)
+    for turn in range(2):
+        go_back(captured, turn, comm.device)
+    weights = [*own.parameters()]
+    before = [x.grad.clone() for x in weights if x.grad is not None]
+    loss = captured(rows(2, comm.device)).square().sum()
+    grads = torch.autograd.grad(loss, weights, create_graph=True)
+    with raises(GraphError, "no second derivatives"):
+        grads[0].sum().backward()
+    for weight, old in zip(weights, before, strict=True):
+        assert_bits_equal(weight.grad, old, "a .grad")
+
+
+@runs_on("unified_ranks", deadline=120)
+def test_ddp(comm: Any) -> None:
+    """The hooks of DDP, which sit after the nodes of weights, find the sums."""
+    with initialised(comm, OURS[comm.device.type]):
+        eager, own, captured = pair(comm.device)
+        both = [DistributedDataParallel(model) for model in (eager, captured)]
+        for turn in range(STEPS):
+            for model in both:
+                with model.no_sync():
+                    go_back(model, 2 * turn + comm.rank, comm.device)
+                go_back(model, 2 * turn + 1 + comm.rank, comm.device)
+            same_grads(eager, own, f"turn {turn}")
+        captured.reset()
