@@ -120,6 +120,8 @@ def test_hooks(comm: Any) -> None:
     eager, own, captured = pair(comm.device, verify=False)
     seen: list[list[list[Tensor]]] = []
     nodes = []  # each lives as long as this, and its hook with it
+    go_back(captured, 0, comm.device)  # the capture: torch takes no node of the default stream
+    own.zero_grad()
     for model in (eager, own):
         first, second, third, _ = model.parameters()
         notes: list[list[Tensor]] = [[], [], []]
@@ -211,6 +213,8 @@ def test_ddp(comm: Any) -> None:
     """The hooks of DDP, which sit after the nodes of weights, find the sums."""
     with initialised(comm, OURS[comm.device.type]):
         eager, own, captured = pair(comm.device)
+        go_back(captured, 0, comm.device)  # the capture: DDP makes nodes of the default stream
+        own.zero_grad()
         both = [DistributedDataParallel(model) for model in (eager, captured)]
         for turn in range(STEPS):
             for model in both:

@@ -83,3 +83,49 @@ def test_what_a_verified_call_has_taken(comm: Any) -> None:
             grown = torch.cuda.memory_reserved(comm.device) - before
             assert grown < 4 * NBYTES, f"{call.__name__}: {grown / 2**20:.0f} MiB are kept"
     assert all(row["verify_seconds"] > 0 for row in graph.report(g)), "verified replays"
+
+
+def saving(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Sum twelve values of the size of the weight; autograd saves each."""
+    return x + torch.stack([(weight * i).sin().sum() for i in range(12)]).sum()
+
+
+def outside_of_graphs(device: torch.device) -> int:
+    """Return the bytes that torch has taken for all but graphs."""
+    of_graphs: int = usage(device, 0)["graph_bytes"]
+    return torch.cuda.memory_reserved(device) - of_graphs
+
+
+@runs_on("gpu_ranks")
+def test_what_a_first_backward_has_taken(comm: Any) -> None:
+    """It runs on a side stream, where later calls only allocate gradients."""
+    weight = torch.ones(SIDE, SIDE, device=comm.device, requires_grad=True)
+    x = torch.ones(3, device=comm.device)
+    torch.cuda.empty_cache()
+    before = outside_of_graphs(comm.device)
+    g = graph.capture(lambda x: saving(weight, x), outputs="copy", verify=False)
+    loss = g(x).sum()
+    assert outside_of_graphs(comm.device) - before > 10 * NBYTES, "what the call has saved"
+    loss.backward()
+    grown = outside_of_graphs(comm.device) - before
+    assert grown < 4 * NBYTES, f"{grown / 2**20:.0f} MiB are kept"
+
+
+@runs_on("gpu_ranks")
+def test_what_verified_calls_in_flight_have_taken(comm: Any) -> None:
+    """Two calls wait for their backward, so that none of the two takes memory at its end."""
+    weight = torch.ones(SIDE, SIDE, device=comm.device, requires_grad=True)
+    x = torch.ones(3, device=comm.device)
+    g = graph.capture(lambda x: saving(weight, x), outputs="copy", slots=2, verify=True)
+    g(x).sum().backward()
+    torch.cuda.empty_cache()
+    before = outside_of_graphs(comm.device)
+    for _ in range(2):
+        losses = [g(x).sum() for _ in range(2)]
+        assert outside_of_graphs(comm.device) - before > 20 * NBYTES, "what both have saved"
+        for loss in losses:
+            loss.backward()
+        del losses, loss
+        grown = outside_of_graphs(comm.device) - before
+        assert grown < 4 * NBYTES, f"{grown / 2**20:.0f} MiB are kept"
+    assert all(row["verify_seconds"] > 0 for row in graph.report(g)), "verified replays"

@@ -26,9 +26,10 @@ CAPTION = (
     f"GPU memory of training a GPT with {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, in "
     f"bfloat16 with AdamW (fused), over {{nproc}} ranks with {CHUNKS} virtual stages each "
     f"(interleaved 1F1B, one sequence per microbatch){{shared}}. taken: the fall of "
-    "torch.cuda.mem_get_info from before the model until the last step, on the GPU where it is largest, median "
-    f"over fresh processes; {STEPS} steps per number of microbatches, in one process. {GRAPHS}: each stage "
-    "captured by graph.pipeline with its defaults, verified replays included."
+    "torch.cuda.mem_get_info from before the model until the last step, on the GPU where it is "
+    f"largest, median over fresh processes; {STEPS} steps per number of microbatches, in one "
+    f"process. {GRAPHS}: each stage captured by graph.pipeline with its defaults, verified "
+    "replays included."
 )
 
 

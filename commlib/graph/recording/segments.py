@@ -33,6 +33,7 @@ class Segments:
         self._backend = backend
         self.device, self.lock = backend.device, backend.lock
         self.turn, self.join, self.trimmed = backend.turn, backend.join, backend.trimmed
+        self.trim_after_backward = backend.trim_after_backward
         self.parts: list[Recording | EagerSegment] = []
         self.recorders: list[Recorder] = []
         self.own = 0

@@ -114,6 +114,8 @@ class Slots:
         wanted = [x for x in (*stand_ins.leaves, *slot.parameters) if x.requires_grad]
         outs = [x for x in slot.forward.outputs.made(expected) if leads_back(x)]
         slot.expect(outs, wanted, uncaptured=one.log.uncaptured)
+        # What the function has saved stays until its backward, which frees it.
+        one.segments.trim_after_backward(slot.forward.outputs.made(verified.found))
         one.log.uncaptured = False
         return verified.found
 
