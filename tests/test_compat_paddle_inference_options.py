@@ -267,3 +267,44 @@ def test_bad_attention(ring: Any) -> None:
     ):
         with raises(ArgumentError, text):
             attention(row, *block, **how)
+
+
+@runs_on("ranks")
+def test_norms_in_float32(ring: Any) -> None:
+    """With 16-bit activations they may have the dtype that the legacy operator expects."""
+    layers = Layers(ring)
+    for dtype in (torch.float16, torch.bfloat16):
+        layers.weights = [[each.to(dtype) for each in column] for column in layers.weights]
+        y = layers(layers.x.to(dtype))
+        for column in (0, 1, 6, 7):
+            layers.weights[column] = [each.float() for each in layers.weights[column]]
+        assert_bits_equal(layers(layers.x.to(dtype)), y, f"{dtype}")
+
+
+@runs_on("ranks")
+def test_memory_that_was_never_written(ring: Any) -> None:
+    """It may be NaN: the call attends to the tokens so far."""
+    layers = Layers(ring)
+    x, found = layers.x, []
+    for filling in (0.0, torch.nan):
+        caches = [cache.fill_(filling) for cache in layers.caches()]
+        prefixes = [cache[:, :, :, :2].fill_(0.5) for cache in layers.caches()]
+        y = layers(x[:, :3], cache_kvs=caches, pre_caches=prefixes)
+        mask = torch.zeros(SEQUENCES, 1, 1, 6, device=ring.device)
+        step = layers(x[:, 3:4], cache_kvs=caches, time_step=5, attn_mask=mask)
+        found.append((y, step))
+    for one, other, what in zip(*found, ("prefill", "decode"), strict=True):
+        assert_bits_equal(other, one, what)
+
+
+@runs_on("ranks")
+def test_a_prefix_of_a_refused_call(ring: Any) -> None:
+    layers = Layers(ring)
+    caches, prefixes = layers.caches(), [cache[:, :, :, :2] + 1 for cache in layers.caches()]
+    with raises(DtypeError, "pre_caches[0] is torch.float64", "expected torch.float32"):
+        layers(layers.x, cache_kvs=caches, pre_caches=[each.double() for each in prefixes])
+    layers.weights[-1] = [each[:1] for each in layers.weights[-1]]
+    with raises(ShapeError, "down_bias"):
+        layers(layers.x[:, :3], cache_kvs=caches, pre_caches=prefixes)
+    for cache in caches:
+        assert_bits_equal(cache, torch.zeros_like(cache), "the cache afterwards")

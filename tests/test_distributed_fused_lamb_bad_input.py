@@ -203,3 +203,20 @@ def test_scales_and_rates(comm: Any) -> None:
         made.grad_scale = "x"
         with raises(ArgumentError, "grad_scale is 'x'"):
             made.step()
+
+
+@runs_on("ranks")
+def test_a_skipped_step_after_a_change(comm: Any) -> None:
+    """What the program wrote to 16-bit weights stays, though the float32 copies do not know it."""
+    torch.manual_seed(1)
+    param = torch.nn.Parameter(torch.randn(5, 7).to(comm.device, torch.float16))
+    made: Any = ops.DistributedFusedLamb([param], ring_id=comm)
+    param.grad = torch.ones_like(param)
+    made.step()
+    with torch.no_grad():
+        param.mul_(2)
+    before = param.detach().clone()
+    param.grad = torch.full_like(param, torch.nan)
+    made.step()
+    assert_equal(made.skipped.item(), True, "NaN gradients")
+    assert_bits_equal(param.detach(), before, "the weight")

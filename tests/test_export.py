@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 
 import commlib
-from commlib import export, graph
+from commlib import export, graph, ops
 from commlib.errors import ArgumentError, RingError
 from tests.programs.export_models import (
     COLUMNS,
@@ -186,6 +186,33 @@ def test_programs_that_write(ring: Any, tmp_path: Path) -> None:
     want = Writing().to(ring.device)(x.clone())
     assert_bits_equal(model(x.clone()), want, "first call")
     assert_bits_equal(model(x.clone()), want + 1, "second call")
+
+
+class Branching(torch.nn.Module):
+    """A sum in one branch, a maximum in the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.cond(
+            x.sum() > 0,
+            lambda x: ops.all_reduce(x, op="sum"),
+            lambda x: ops.all_reduce(x, op="max"),
+            (x,),
+        )
+        return found
+
+
+@runs_on("cpu_ranks")
+def test_programs_with_branches(ring: Any, tmp_path: Path) -> None:
+    """AOTInductor can't lower a collective in a branch; a saved program has it."""
+    path = tmp_path / f"{ring.rank}.pt2"
+    with torch.no_grad():
+        program = torch.export.export(Branching(), (torch.ones(3),))
+    with raises(ArgumentError, "a collective of ring 0 in a branch", "commlib.export.save"):
+        export.aoti_compile_and_package(program, package_path=path)
+    export.save(program, path)
+    model = export.load(path).module()
+    assert_bits_equal(model(torch.ones(3)), torch.full((3,), 2.0), "the sum")
+    assert_bits_equal(model(-torch.ones(3)), -torch.ones(3), "the maximum")
 
 
 @runs_on("cpu_ranks")

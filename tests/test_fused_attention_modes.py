@@ -7,6 +7,7 @@ import torch
 import torch.utils.checkpoint
 
 from commlib import graph
+from commlib.ops.tensor_parallel.attention import _probabilities as probabilities_of
 from tests.support.attention_block import BATCH, DIM, HEADS, TOKENS, Case, Torches, attention
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu
 from tests.support.operator import calls, compile_whole, generating
@@ -169,3 +170,21 @@ def test_checkpoint(comm: Any, rate: float) -> None:
     torch.manual_seed(2)
     for one, other in zip(both_ways(again, given, grad), want, strict=True):
         assert_bits_equal(one, other, f"rate {rate}")
+
+
+@runs_on("ranks")
+def test_queries_that_see_nothing(comm: Any) -> None:
+    """Padding on the left hides all keys from the first queries, which have zeros as in torch."""
+    mask = torch.ones(BATCH, 1, 1, TOKENS, dtype=torch.bool, device=comm.device)
+    mask[0, ..., :2] = False
+    for rate in (0.0, 0.5):
+        how = {"attn_mask": mask, "is_causal": True, "attn_dropout_rate": rate}
+        body, given, grad = small(comm, **how)
+        for number, found in enumerate(both_ways(body, given, grad)):
+            assert_equal(bool(found.isfinite().all()), True, f"rate {rate}, tensor {number}")
+    probabilities = probabilities_of(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 3, 4), None, False)
+    hidden = torch.zeros(2, 3, dtype=torch.bool)
+    hidden[1] = True
+    found = probabilities_of(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 3, 4), hidden, False)
+    assert_bits_equal(found[0, 0, 0], torch.zeros(3), "a query that sees nothing")
+    assert_bits_equal(found[0, 0, 1], probabilities[0, 0, 1], "one that sees all")

@@ -118,3 +118,18 @@ def test_findings_of_the_benchmark() -> None:
     slow = {**samples, "8": {**samples["8"], "fp8": [1e-4] * 2}}
     again = quantized.report(slow, {"nproc": 1, "rounds": 2})
     assert [text.partition(":")[0] for text in again.findings].count("missed") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_beyond_float16(kind: torch.dtype) -> None:
+    """The sum of the bytes alone is above 65504, and so is the largest of many scales."""
+    for size in (1e-7, 1e-3, 0.1, 7.0):
+        weight = quantize(torch.full((8, 4096), size), kind)
+        for rows in (1, MOST_ROWS + 1):
+            x = torch.full((rows, 4096), 1.5, dtype=torch.float16)
+            found = quantized_linear(x, weight.values, weight.scales, None)
+            want = torch.full((rows, 8), 1.5 * 4096 * size)
+            torch.testing.assert_close(found.float(), want, rtol=2e-3, atol=1e-6)
+    none = quantize(torch.zeros(8, 16), kind)
+    found = quantized_linear(torch.ones(2, 16), none.values, none.scales, None)
+    assert_bits_equal(found, torch.zeros(2, 8), "a weight of zeros")

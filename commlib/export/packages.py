@@ -41,8 +41,10 @@ def aoti_compile_and_package(
 
     Raises:
         RingError: The program calls a ring that does not exist on this rank.
-        ArgumentError: The program writes to its buffers or inputs.
+        ArgumentError: The program writes to its buffers or inputs, or calls a collective in a
+            branch of ``torch.cond`` or the body of a loop.
     """
+    _check_branches(program)
     _check_writes(program)
     configs = dict(inductor_configs or {})
     configs[_METADATA] = {**configs.get(_METADATA, {}), _KEY: rings.describe(program)}
@@ -82,6 +84,16 @@ def aoti_load_package(
     rings.check(path, rings.read(path, model.get_metadata().get(_KEY, "")), ranks)
     model.loader = _Loader(model.loader)
     return model
+
+
+def _check_branches(program: torch.export.ExportedProgram) -> None:
+    """Reject a collective in a branch or a loop, which torch can't lower for AOTInductor."""
+    for number in rings.in_parts(program):
+        raise ArgumentError(
+            f"aoti_compile_and_package: the program calls a collective of ring {number} in a "
+            f"branch of torch.cond or in a loop; expected collectives outside of these; call it in "
+            f"every case and choose among the results, or use commlib.export.save"
+        )
 
 
 def _check_writes(program: torch.export.ExportedProgram) -> None:

@@ -18,8 +18,8 @@ def describe(program: torch.export.ExportedProgram) -> str:
     Raises:
         RingError: The program calls a ring that does not exist on this rank.
     """
-    rings = {number: list(comm(number).ranks) for number in sorted(set(_ring_ids(program)))}
-    return json.dumps(rings)
+    numbers = sorted({number for _, number in _ring_ids(program)})
+    return json.dumps({number: list(comm(number).ranks) for number in numbers})
 
 
 def read(file: object, text: str) -> Members:
@@ -66,12 +66,17 @@ def check(file: object, recorded: Members, ranks: Members | None) -> None:
             )
 
 
-def _ring_ids(program: torch.export.ExportedProgram) -> Iterator[int]:
-    """Yield the ring of each registered op, also of those in branches and loops."""
-    for module in program.graph_module.modules():
+def in_parts(program: torch.export.ExportedProgram) -> Iterator[int]:
+    """Yield the ring of each registered op in branches and loops."""
+    return (number for name, number in _ring_ids(program) if name)
+
+
+def _ring_ids(program: torch.export.ExportedProgram) -> Iterator[tuple[str, int]]:
+    """Yield the name of the branch or loop, "" outside, and the ring of each registered op."""
+    for name, module in program.graph_module.named_modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                yield from _ring_id(node)
+                yield from ((name, number) for number in _ring_id(node))
 
 
 def _ring_id(node: Any) -> Iterator[int]:

@@ -10,6 +10,8 @@ from commlib.compat.paddle.checks import ring_of
 from commlib.compat.paddle.inference_inputs import Inputs, hide_from
 from commlib.errors import ArgumentError
 from commlib.ops.inference import DecoderConfig
+from commlib.ops.inference._fused_multi_transformer import check_inputs
+from commlib.streams import sees_capture
 
 Tensor = torch.Tensor
 Biases: TypeAlias = Sequence[Tensor | None] | None
@@ -55,7 +57,8 @@ def fused_multi_transformer(
 
     Args:
         x: [B, S, E], the same on every rank.
-        ln_scales: Per layer [E].
+        ln_scales: Per layer [E]; in float32 they are converted to the dtype of ``x``, as the other
+            parameters of norms.
         ln_biases: Per layer [E].
         qkv_weights: Per layer [3, heads of the rank, D, E].
         qkv_biases: Per layer [3, heads of the rank, D].
@@ -125,10 +128,13 @@ def fused_multi_transformer(
     if mask is not None:
         mask = _narrowed(x, mask, start, prefix, time_step, lengths)
     rotary = inputs.rotary(rotary_embs, rotary_emb_dims, head_dim)
-    inputs.fill(cache, pre_caches, prefix)
     given: dict[str, Any] = {"start": start, "rotary": rotary, "attn_mask": mask}
-    number = None if ring is None else ring_id
-    y = ops.fused_multi_transformer(x, layers, cache, number, config=config, **given)
+    call = layers, cache, None if ring is None else ring_id
+    if pre_caches is not None:  # which are in the cache before the operator checks the rest
+        prefixes = inputs.prefixes(cache, pre_caches, prefix)
+        check_inputs(x, *call, config, **given, read=not sees_capture(x))
+        inputs.fill(cache, prefixes, prefix)
+    y = ops.fused_multi_transformer(x, *call, config=config, **given)
     if lengths is not None and time_step is None:
         rows = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         y = y.masked_fill(rows.unsqueeze(-1), 0)

@@ -1,6 +1,6 @@
 """The legacy inputs of fused_multi_transformer, in the form of ``commlib.ops.inference``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ class Inputs:
         layers = list[DecoderLayer]()
         for number in range(lengths["qkv"]):
             weights: dict[str, Any] = {
-                name: _formed(name, column[number], trans_qkvw)
+                name: self._formed(name, column[number], trans_qkvw)
                 for name, column in given.items()
                 if column
             }
@@ -108,18 +108,34 @@ class Inputs:
             )
         return cache, prefix
 
-    def fill(self, cache: ContiguousCache, pre_caches: Any, prefix: int) -> None:
-        """Put the prefix into the first positions of the cache."""
+    def prefixes(self, cache: ContiguousCache, pre_caches: Any, prefix: int) -> list[Tensor]:
+        """Return the prefixes of all layers, if they fit into the cache."""
         batch = self.x.shape[0]
-        for number, each in enumerate(pre_caches or ()):
+        for number, each in enumerate(pre_caches):
             memory = cache.keys[number], cache.values[number]
             wanted = (2, batch, memory[0].shape[2], prefix, memory[0].shape[3])
             if tuple(each.shape) != wanted or cache.capacity < prefix or batch > cache.sequences:
                 raise ShapeError(
                     f"{self.where}: pre_caches[{number}] has shape {tuple(each.shape)}; expected "
-                    f"{wanted}, with at most {cache.capacity} positions of cache_kvs"
+                    f"{wanted}, with at most {cache.capacity} positions of cache_kvs; pass "
+                    f"prefixes of these sequences and heads, or a longer cache_kvs"
                 )
-        for number, each in enumerate(pre_caches or ()):
+            if each.dtype is not self.x.dtype:
+                raise DtypeError(
+                    f"{self.where}: pre_caches[{number}] is {each.dtype}; expected {self.x.dtype}, "
+                    f"the dtype of x; pass pre_caches[{number}].to({self.x.dtype})"
+                )
+            if each.device != self.x.device:
+                raise DeviceError(
+                    f"{self.where}: pre_caches[{number}] is on {each.device}, and x is on "
+                    f"{self.x.device}; call pre_caches[{number}].to('{self.x.device}')"
+                )
+        return [*pre_caches]
+
+    def fill(self, cache: ContiguousCache, prefixes: Sequence[Tensor], prefix: int) -> None:
+        """Put the prefixes into the first positions of the cache."""
+        batch = self.x.shape[0]
+        for number, each in enumerate(prefixes):
             for kind, new in zip((cache.keys, cache.values), each, strict=True):
                 kind[number][:batch, :prefix].copy_(new.transpose(1, 2))
 
@@ -198,6 +214,17 @@ class Inputs:
             )
         return mask if mask.is_floating_point() else mask.bool()
 
+    def _formed(self, name: str, tensor: Tensor | None, trans_qkvw: bool) -> Tensor | None:
+        if tensor is None:
+            return None
+        if name == "qkv":
+            return tensor.flatten(0, 2) if trans_qkvw else tensor.flatten(1, 3).t()
+        if name == "qkv_bias":
+            return tensor.flatten()
+        if "norm" in name and tensor.dtype is torch.float32:  # as half precision has them there
+            return tensor.to(self.x.dtype) if self.x.is_floating_point() else tensor
+        return tensor.t() if name in ("out", "up", "down") and tensor.dim() == 2 else tensor
+
     def _fail(self, given: str, expected: str, remedy: str) -> None:
         raise ArgumentError(f"{self.where}: {given}; expected {expected}; {remedy}")
 
@@ -207,13 +234,3 @@ def hide_from(mask: Tensor, ends: Tensor) -> Tensor:
     keys = torch.arange(mask.shape[-1], device=ends.device)
     seen = (keys < ends[:, None])[:, None, None]
     return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, -torch.inf)
-
-
-def _formed(name: str, tensor: Tensor | None, trans_qkvw: bool) -> Tensor | None:
-    if tensor is None:
-        return None
-    if name == "qkv":
-        return tensor.flatten(0, 2) if trans_qkvw else tensor.flatten(1, 3).t()
-    if name == "qkv_bias":
-        return tensor.flatten()
-    return tensor.t() if name in ("out", "up", "down") and tensor.dim() == 2 else tensor

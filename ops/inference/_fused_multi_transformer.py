@@ -14,7 +14,7 @@ from commlib.ops.inference.checks import NAME, Checks
 from commlib.ops.inference.config import DecoderConfig
 from commlib.ops.inference.decode_attention import DecodeAttention
 from commlib.ops.inference.gated_silu import gated_silu
-from commlib.ops.inference.kv_cache import KVCache
+from commlib.ops.inference.kv_cache import KVCache, PagedCache
 from commlib.ops.inference.position_checks import check_starts
 from commlib.ops.inference.rotary import Rotary, TokenRotary
 from commlib.ops.inference.weights import DecoderLayer, linear
@@ -69,7 +69,7 @@ def fused_multi_transformer(
         final_norm_bias: [hidden], for norm="layer".
         check_positions: Read ``start`` and the page table to check them: the host waits for a GPU.
             Captured and compiled calls never do. Without the check, a sequence with a position out
-            of range is NaN, and its last position in the cache is overwritten.
+            of range or without a page is NaN. Out of range, its last position is overwritten.
         use_calc_stream: As in ``all_reduce_residual_norm``.
 
     Returns:
@@ -84,13 +84,12 @@ def fused_multi_transformer(
     number = None if ring_id is None else ring_number(NAME, ring_id)
     in_range = False
     if not torch.compiler.is_compiling():
-        checks = Checks(None if number is None else comm(number), config, x)
-        _check(checks, layers, cache, start, rotary, (final_norm, final_norm_bias))
-        checks.mask(attn_mask, _begins(start), cache.capacity)
+        in_range = check_positions and not needs_op(x) and not sees_capture(x)
+        norms = final_norm, final_norm_bias
+        given = layers, cache, number, config, start, rotary, attn_mask, norms
+        check_inputs(x, *given, read=in_range)
         if not x.numel():
             return torch.empty_like(x)
-        in_range = check_positions and not needs_op(x) and not sees_capture(x)
-        check_starts(checks.where, x, cache, start, read=in_range)
     if number is None:
         reduce: Reduce = partial(_add, config)
     else:
@@ -102,15 +101,24 @@ def fused_multi_transformer(
     return y if in_range else y.masked_fill(outside, torch.nan)
 
 
-def _check(
-    checks: Checks,
+def check_inputs(
+    x: Tensor,
     layers: Sequence[DecoderLayer],
     cache: KVCache,
+    number: int | None,
+    config: DecoderConfig,
     start: int | Tensor,
     rotary: Rotary | TokenRotary | None,
-    final_norm: tuple[Tensor | None, Tensor | None],
+    attn_mask: Tensor | None,
+    final_norm: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    read: bool,
 ) -> None:
-    """Raise for what can be known without reading values."""
+    """Raise as ``fused_multi_transformer`` does before it writes anything.
+
+    ``read``: look at the positions and the page table too.
+    """
+    checks = Checks(None if number is None else comm(number), config, x)
     checks.split()
     checks.activations()
     checks.layers(layers)
@@ -118,6 +126,9 @@ def _check(
     checks.cache(cache, len(layers))
     checks.rotary(rotary, cache.capacity)
     checks.start(start)
+    checks.mask(attn_mask, _begins(start), cache.capacity)
+    if x.numel():
+        check_starts(checks.where, x, cache, start, read=read)
 
 
 def _begins(start: int | Tensor) -> bool:
@@ -126,13 +137,19 @@ def _begins(start: int | Tensor) -> bool:
 
 
 def _positions(x: Tensor, cache: KVCache, start: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions [B, S] inside of the cache, and which sequences leave it [B, 1, 1]."""
+    """Return positions [B, S] inside of the cache, and which sequences leave it [B, 1, 1].
+
+    A sequence leaves its pages too.
+    """
     count, length = x.shape[:2]
     first = start.long()[:, None] if isinstance(start, Tensor) else start
     steps = torch.arange(length, device=x.device)
     positions = (steps + first).expand(count, length)
     inside = positions.clamp(0, cache.capacity - 1)
-    return inside, (inside != positions).any(1)[:, None, None]
+    outside = inside != positions
+    if isinstance(cache, PagedCache):
+        outside = outside | cache.lacks(inside)
+    return inside, outside.any(1)[:, None, None]
 
 
 def decode_layers(

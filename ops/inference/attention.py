@@ -19,6 +19,8 @@ class Attention:
     ``places`` are the two indices of the new tokens in the cache. ``begins``: the sequences begin
     with this call, and the new tokens suffice. ``bias`` is added to the scores: [B, heads or 1, S,
     capacity], or with ``begins`` [B, heads or 1, S, S]. None: causal attention of new tokens.
+    ``later`` [B, capacity, 1, 1] are positions after the new tokens: what is there may be NaN, and
+    NaN times 0 is NaN. None: it is finite.
     """
 
     cache: KVCache
@@ -27,6 +29,7 @@ class Attention:
     rotary: Rotary | TokenRotary | None
     bias: Tensor | None
     begins: bool
+    later: Tensor | None = None
 
     def __call__(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Return [B, S, heads * D] for one layer, whose keys and values go into the cache."""
@@ -40,11 +43,13 @@ class Attention:
         values.index_put_(self.places, v)
         if self.begins:
             return _fresh(q, k, v, self.bias)
-        count = qkv.shape[0]
         assert self.bias is not None
-        return _cached(
-            q, self.cache.gathered(keys, count), self.cache.gathered(values, count), self.bias
-        )
+        return _cached(q, self._seen(keys, q), self._seen(values, q), self.bias)
+
+    def _seen(self, memory: Tensor, q: Tensor) -> Tensor:
+        """Return one layer's keys or values of the sequences, 0 after the new tokens."""
+        found = self.cache.gathered(memory, q.shape[0])
+        return found if self.later is None else found.masked_fill(self.later, 0)
 
 
 def prepare(
@@ -60,7 +65,8 @@ def prepare(
 ) -> Attention | DecodeAttention:
     """Return what all layers share, for new tokens of ``x`` at ``positions`` [B, S].
 
-    ``mask`` replaces causal attention. ``kernels=False``: by torch operators alone.
+    ``mask`` replaces causal attention. ``kernels=False``: by torch operators alone, over a cache
+    that holds no NaN.
     """
     if kernels and mask is None and not begins:
         step = decode_attention(cache, head_dim, positions, rotary, x)
@@ -72,7 +78,8 @@ def prepare(
         bias = _masked(mask, x, None if begins else cache.capacity)
     elif not begins:
         bias = _bias(positions, cache.capacity, x.dtype)
-    return Attention(cache, head_dim, cache.places(positions), turned, bias, begins)
+    later = _later(positions[:, -1], cache.capacity)[:, :, None, None] if kernels else None
+    return Attention(cache, head_dim, cache.places(positions), turned, bias, begins, later)
 
 
 def _masked(mask: Tensor, x: Tensor, capacity: int | None) -> Tensor:
@@ -93,9 +100,14 @@ def _masked(mask: Tensor, x: Tensor, capacity: int | None) -> Tensor:
 
 def _bias(positions: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
     """Return 0 where a token may look, -inf elsewhere."""
-    later = torch.arange(capacity, device=positions.device) > positions.unsqueeze(-1)
+    later = _later(positions, capacity)
     bias = torch.zeros(later.shape, dtype=dtype, device=positions.device)
     return bias.masked_fill_(later, -torch.inf).unsqueeze(1)
+
+
+def _later(positions: Tensor, capacity: int) -> Tensor:
+    """Return which positions of the cache are after others: [*positions.shape, capacity]."""
+    return torch.arange(capacity, device=positions.device) > positions.unsqueeze(-1)
 
 
 def _fresh(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ from commlib.ops.triton_support import has_triton
 Tensor = torch.Tensor
 
 MOST_ROWS = 64  # of more, converting the weight first takes less time
+EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+LEAST_POWER = 2.0**-14  # times a power of two from this one on, all values are exact in float16
 FP8_SINCE = 8, 9  # the compute capability that converts float8 in one instruction
 
 
@@ -56,9 +58,20 @@ def _converts_float8(gpu: int) -> bool:
 
 
 def _converted(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    y = torch.nn.functional.linear(x, values.to(x.dtype)) * scales
+    powers = _powers(scales)
+    weight = values.to(x.dtype) * powers.to(x.dtype)[:, None]
+    y = torch.nn.functional.linear(x, weight) * (scales / powers)
     y = y if bias is None else y + bias
     return y.to(x.dtype)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """Return the powers of two below the scales, by which the weight is scaled without rounding.
+
+    The product of the values alone, which are up to 448, would overflow in float16.
+    """
+    powers = (scales.view(torch.int32) & EXPONENT).view(torch.float32)
+    return powers.clamp(min=LEAST_POWER)
 
 
 def _fake(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -76,7 +76,7 @@ def update_weights(part: Part, rule: Rule, ratios: Tensor) -> None:
     torch._foreach_mul_(_pieces(part, step), _per_segment(part, ratios))
     part.weights.copy_(torch.where(rule.skip, part.weights, part.weights - step))
     if part.copy is not None:
-        part.copy.copy_(part.weights)
+        part.copy.copy_(torch.where(rule.skip, part.copy, part.weights))
 
 
 def trust_ratios(norms: Tensor, rates: Tensor) -> Tensor:

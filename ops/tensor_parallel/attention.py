@@ -88,4 +88,9 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -
     if mask is not None:
         allowed = mask.dtype is torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if allowed else scores + mask
-    return torch.softmax(scores.float() if scores.dtype.itemsize == 2 else scores, -1).to(q.dtype)
+    scores = scores.float() if scores.dtype.itemsize == 2 else scores
+    if mask is None:
+        return torch.softmax(scores, -1).to(q.dtype)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # a query that sees nothing has zeros
+    seen = torch.softmax(scores.masked_fill(blind, 0), -1)
+    return seen.masked_fill(blind, 0).to(q.dtype)
