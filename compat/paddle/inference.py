@@ -131,9 +131,8 @@ def fused_multi_transformer(
     given: dict[str, Any] = {"start": start, "rotary": rotary, "attn_mask": mask}
     call = layers, cache, None if ring is None else ring_id
     if pre_caches is not None:  # which are in the cache before the operator checks the rest
-        prefixes = inputs.prefixes(cache, pre_caches, prefix)
         check_inputs(x, *call, config, **given, read=not sees_capture(x))
-        inputs.fill(cache, prefixes, prefix)
+        inputs.fill(cache, pre_caches, prefix)
     y = ops.fused_multi_transformer(x, *call, config=config, **given)
     if lengths is not None and time_step is None:
         rows = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]

@@ -106,10 +106,11 @@ class Inputs:
                 dtype=self.x.dtype,
                 device=self.x.device,
             )
+        self._prefixes(cache, pre_caches or (), prefix)
         return cache, prefix
 
-    def prefixes(self, cache: ContiguousCache, pre_caches: Any, prefix: int) -> list[Tensor]:
-        """Return the prefixes of all layers, if they fit into the cache."""
+    def _prefixes(self, cache: ContiguousCache, pre_caches: Sequence[Any], prefix: int) -> None:
+        """Raise for prefixes that do not fit into the cache."""
         batch = self.x.shape[0]
         for number, each in enumerate(pre_caches):
             memory = cache.keys[number], cache.values[number]
@@ -130,7 +131,6 @@ class Inputs:
                     f"{self.where}: pre_caches[{number}] is on {each.device}, and x is on "
                     f"{self.x.device}; call pre_caches[{number}].to('{self.x.device}')"
                 )
-        return [*pre_caches]
 
     def fill(self, cache: ContiguousCache, prefixes: Sequence[Tensor], prefix: int) -> None:
         """Put the prefixes into the first positions of the cache."""
