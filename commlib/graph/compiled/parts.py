@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from commlib.graph.compiled.part_symbols import give_symbols
 from commlib.graph.compiled.unsafe import unsafe_nodes
 
 _FREE = ("placeholder", "get_attr", "output")  # they belong to no part
@@ -51,6 +52,11 @@ def split(gm: GraphModule) -> tuple[GraphModule, list[Part]]:
     for node, reason in unsafe.items():
         why.setdefault(f"submod_{number[node]}", reason)
     calls = [node for node in whole.graph.nodes if node.op == "call_module"]
+    for call in calls:
+        missing = None if str(call.target) in why else give_symbols(whole, call)
+        if missing is not None:
+            why[str(call.target)] = missing
+    whole.recompile()
     return whole, [_part(whole, node, why.get(str(node.target))) for node in calls]
 
 
