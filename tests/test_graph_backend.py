@@ -5,6 +5,7 @@ The models are made of operators that Inductor calls as they are, so that no C++
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,25 @@ def added_to(total: Tensor, x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op(
+    "graph_backend_tests::doubled", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def doubled(x: Tensor) -> Tensor:
+    """Twice as many rows, by an operator that no graph may hold."""
+    return torch.cat([x, x])
+
+
+@torch.library.custom_op(
+    "graph_backend_tests::halved", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def halved(x: Tensor) -> Tensor:
+    """Add the second half of the rows to the first."""
+    return x[: len(x) // 2] + x[len(x) // 2 :]
+
+
+doubled.register_fake(lambda x: x.new_empty(2 * x.shape[0], x.shape[1]))
+halved.register_fake(lambda x: x.new_empty(x.shape[0] // 2, x.shape[1]))
+doubled.register_autograd(lambda ctx, grad: halved(grad))
 tripled.register_fake(torch.empty_like)
 tripled.register_autograd(lambda ctx, grad: tripled(grad))
 added_to.register_fake(lambda total, x: torch.empty_like(x))
@@ -224,6 +244,52 @@ def test_cut() -> None:
     why = [(row["function"].split()[-1], row["eager"]) for row in rows() if row["eager"]]
     text = "graph_backend_tests.tripled.default is tagged cudagraph_unsafe"
     assert_equal(sorted(why), [("backward", text), ("forward", text)], "reasons")
+
+
+class Twice(Block):
+    """Two matrix products; the second part gets tensors of 2n rows, and none of n."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = doubled(x @ self.first) @ self.second
+        return y
+
+
+def test_sizes_of_cut_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part gets the sizes that its tensors are made of, and its code is found in the cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def use(compiled: Any, model: nn.Module) -> list[Tensor]:
+        found = []
+        for turn in range(8):
+            out = compiled(inputs(turn, rows=3 + turn % 4))
+            grads = torch.autograd.grad(out, [*model.parameters()], torch.ones_like(out))
+            found += [out.detach(), *grads]
+        return found
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        same_as_inductor(Twice, use)
+    captured = {row["function"].partition(") ")[2] for row in rows() if row.get("replays")}
+    expected = {f"{kind}, part {part}" for kind in ("backward", "forward") for part in (0, 2)}
+    assert_equal(captured, expected, "parts from graphs")
+
+
+def test_results_that_share_memory() -> None:
+    """They do so in every call, as those of Inductor."""
+    for needs_grad in (False, True):
+        torch._dynamo.reset()
+
+        def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x @ x
+            return y, y[1:]
+
+        compiled = torch.compile(pair, backend=graph.backend, options=STRICT)
+        for turn in range(4):
+            x = inputs(turn, rows=WIDTH).requires_grad_(needs_grad)
+            whole, tail = compiled(x)
+            with torch.no_grad():
+                whole.zero_()
+            assert_bits_equal(tail.detach(), torch.zeros(WIDTH - 1, WIDTH), f"turn {turn}")
 
 
 def test_wrappers() -> None:

@@ -1,6 +1,7 @@
 """graph.pipeline: layers captured in stretches, with any order and number of microbatches."""
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from ctypes import c_int
 from typing import Any
@@ -186,6 +187,26 @@ def test_layers_that_fail_together(comm: Any) -> None:
     assert_equal(seen[0], ["layers 0", "layers 1"], f"tried one by one: {why}")
     assert_equal(seen[1], ["layers 0-1"], f"and together once more: {why}")
     assert_equal(seen[2:], [seen[0]] * 3, f"apart for good: {why}")
+
+
+@runs_on("unified_ranks")
+def test_the_report_keeps_reasons(comm: Any) -> None:
+    """A layer that can't be captured has a row with the reason, until ``reset``."""
+
+    def reader(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if float(x.detach().sum()) > 0 else x
+
+    pipeline = graph.pipeline([Linear(WIDTH, WIDTH), reader, torch.relu]).to(comm.device)
+    for _ in range(4):
+        pipeline(torch.ones(2, WIDTH, device=comm.device)).sum().backward()
+    gc.collect()
+    names = [row["function"] for row in graph.report() if row["eager"]]
+    assert_equal(names.count("layers 1"), 1, f"rows with a reason: {names}")
+    assert_equal(str(pipeline.stretches[1]), "layers 1 (eager)", "and how it is called")
+    pipeline.reset()
+    gc.collect()
+    names = [row["function"] for row in graph.report() if row["eager"]]
+    assert_equal(names.count("layers 1"), 0, f"rows after a reset: {names}")
 
 
 @runs_on("unified_ranks")

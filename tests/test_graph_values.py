@@ -121,6 +121,34 @@ def gradients_of_views(comm: Any) -> None:
     alike(program, "gradients of views")
 
 
+def views_of_results(comm: Any) -> None:
+    """Views of a tensor that is returned too share its memory, with and without gradients."""
+
+    def several(x: torch.Tensor) -> Any:
+        y = x * 2
+        return y[1:], y, y.t(), {"all": y.view(-1)}
+
+    for options in ({}, {"outputs": "copy"}):
+
+        def program(captured: Callable[..., Any], options: Any = options) -> list[Any]:
+            call, found = captured(several, **options), []
+            for turn in range(4):
+                x = torch.full((2, 3), float(turn + 1), device=comm.device)
+                with torch.no_grad():
+                    tail, whole, turned, rest = call(x)
+                    whole[1, 2] = -1
+                    tail[0, 0] = -2
+                    rest["all"][0] = -3
+                found += [part.clone() for part in (tail, whole, turned, rest["all"])]
+                x.requires_grad_()
+                tail, whole, turned, rest = call(x)
+                (tail.sin().sum() + whole.square().sum() + turned[1].sum() * 3).backward()
+                found += [x.grad, tail.detach().clone()]
+            return found
+
+        alike(program, f"views of results, {options}")
+
+
 def same_twice(comm: Any) -> None:
     """What is returned twice is one tensor."""
 
@@ -384,6 +412,7 @@ CASES = (
     batch_norms,
     views,
     gradients_of_views,
+    views_of_results,
     same_twice,
     autocast,
     hooks,

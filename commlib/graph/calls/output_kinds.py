@@ -1,5 +1,6 @@
 """The kinds of outputs of a captured function, with what a replay gives for each."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,20 @@ class Again(NamedTuple):
     place: int
 
 
+@dataclass(frozen=True, eq=False)
+class PartOf:
+    """A view of the tensor of another place; a result holds this in place of the view."""
+
+    place: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that tensor's first element on
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it of the tensor that this call has there."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
 class Borrowed(NamedTuple):
     """Memory of the graph, to be overwritten by its next replay."""
 
@@ -67,4 +82,4 @@ class Plain(NamedTuple):
     value: Any
 
 
-Output = Argument | View | Again | Borrowed | Alias | Made | Plain
+Output = Argument | View | Again | PartOf | Borrowed | Alias | Made | Plain

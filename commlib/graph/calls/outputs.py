@@ -17,9 +17,11 @@ from commlib.graph.calls.output_kinds import (
     Borrowed,
     Made,
     Output,
+    PartOf,
     Plain,
     View,
 )
+from commlib.graph.calls.views import is_plain_view, source_of
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 from commlib.graph.python.user_names import kind_name
@@ -87,11 +89,12 @@ class Outputs:
         self._kinds: list[Output] = []
         for i, leaf in enumerate(leaves):
             same = next((j for j in range(i) if leaf is leaves[j]), None)
-            if same is not None and isinstance(self._kinds[same], Borrowed | Alias):
+            if same is not None and isinstance(self._kinds[same], Borrowed | Alias | PartOf):
                 self._kinds.append(Again(same))
             else:
                 self._kinds.append(_kind(leaf, given, own, lasting))
         self._borrowed = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
+        self._parts = [(i, kind) for i, kind in enumerate(self._kinds) if isinstance(kind, PartOf)]
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
         self._leaves = [i for i in self._borrowed if cast(Borrowed, self._kinds[i]).leaf]
         made = {i: kind.value for i, kind in enumerate(self._kinds) if isinstance(kind, Made)}
@@ -125,6 +128,8 @@ class Outputs:
         if self._objects is not None:
             for i, x in zip(self._made, self._objects.again(), strict=True):
                 leaves[i] = x
+        for i, part in self._parts:
+            leaves[i] = part.of(leaves[part.place])
         for i, place in self._again:
             leaves[i] = leaves[place]
         return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
@@ -148,7 +153,7 @@ class Outputs:
             return kind.of(given[kind.position])
         if isinstance(kind, Alias):
             return kind.again()
-        if isinstance(kind, Again | Made):
+        if isinstance(kind, Again | Made | PartOf):
             return None  # known when all are
         if self._copy:
             return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
@@ -166,9 +171,11 @@ def _kind(
     own: Callable[[torch.Tensor], bool],
     lasting: Lasting,
 ) -> Output:
+    if isinstance(leaf, PartOf):
+        return leaf
     if not isinstance(leaf, torch.Tensor):
         return Made(leaf) if lasting.misses(leaf) else Plain(leaf)
-    position, is_leaf = _source(leaf, given), leaf.requires_grad and leaf.grad_fn is None
+    position, is_leaf = source_of(leaf, given), leaf.requires_grad and leaf.grad_fn is None
     if position is None:
         if own(leaf):
             return Borrowed(leaf.detach(), is_packed(leaf), is_leaf)
@@ -185,29 +192,6 @@ def _kind(
 def _apart(leaf: torch.Tensor) -> torch.Tensor:
     """Return a tensor that the program can't change in place of ``leaf``."""
     return Alias(leaf).again()
-
-
-def _source(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
-    """Return the position of the tensor that a leaf is, or is a view of; None for other memory.
-
-    Of several in one memory it is the one that the gradient of the leaf flows to.
-    """
-    key, end = leaf.untyped_storage()._cdata, None
-    found = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
-    if len(found) > 1:
-        node = leaf.grad_fn
-        while node is not None and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
-        end = getattr(node, "variable", None)
-    found.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
-    return found[0] if found else None
-
-
-# Nodes of views that `as_strided` can stand for: each element is in one place only.
-_VIEWS = (
-    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
-    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
-)  # fmt: skip
 
 
 def standing(
@@ -232,11 +216,11 @@ def standing(
         if lasting.misses(leaf):
             MadeObjects([leaf], lasting)  # can it be copied?
         return leaf
-    position = _source(leaf, given)
+    position = source_of(leaf, given)
     if position is None:
         leaf = leaf.clone() if leaf._is_zerotensor() else leaf  # it has no memory to borrow
         return leaf.resolve_conj().resolve_neg() if own(leaf) else leaf
-    if leaf is given[position] or _plain_view(leaf, given[position]):
+    if leaf is given[position] or is_plain_view(leaf, given[position]):
         return leaf
     return leaf.resolve_conj().resolve_neg().clone()
 
@@ -244,17 +228,6 @@ def standing(
 def alias_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> Argument | View | None:
     """Return which of ``given`` a leaf is, or is a plain view of, if any."""
     kind = _kind(leaf, given, lambda _: False, Lasting())
-    if isinstance(kind, View) and not _plain_view(leaf, given[kind.position]):
+    if isinstance(kind, View) and not is_plain_view(leaf, given[kind.position]):
         return None
     return kind if isinstance(kind, Argument | View) else None
-
-
-def _plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
-    same = leaf.dtype == source.dtype
-    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
-    node = leaf.grad_fn
-    while same and node is not None and type(node).__name__ != "AccumulateGrad":
-        name = type(node).__name__.partition("Backward")[0]
-        same = name in _VIEWS and len(node.next_functions) == 1
-        node = node.next_functions[0][0]
-    return same

@@ -73,6 +73,7 @@ class Pipeline(Layers):
         self._cuts = Cuts(self._layers, breaks, shared)
         self._probed: set[int] = set()  # layers that the next call tries one by one
         self._tried: set[int] = set()  # layers that were
+        self._refused: dict[int, CapturedModule] = {}  # eager layers, with the reason
         self.stretches: list[Stretch] = []
         self._calls: list[Layer] = []
         self._cut()
@@ -103,6 +104,7 @@ class Pipeline(Layers):
         for call in self.captured:
             call.reset()
         self._cuts.forget()
+        self._refused.clear()
         self._probed, self._tried = set(), set()
         self._cut()
 
@@ -128,10 +130,13 @@ class Pipeline(Layers):
         The next call joins the others again. Layers that fail together once more stay apart. All
         ranks of a ring find the same, because a capture with collectives fails on all of them.
         """
-        pairs = zip(self.stretches, self._calls, strict=True)
-        failed = [stretch.layers for stretch, call in pairs if _has_failed(call)]
+        calls = zip(self.stretches, self._calls, strict=True)
+        pairs = [(stretch, call) for stretch, call in calls if _has_failed(call)]
+        failed = [stretch.layers for stretch, _ in pairs]
         together = {i for layers in failed if len(layers) > 1 for i in layers}
-        self._cuts.eager.update(layers[0] for layers in failed if len(layers) == 1)
+        alone = {stretch.start: call for stretch, call in pairs if len(stretch.layers) == 1}
+        self._refused |= {i: x for i, x in alone.items() if isinstance(x, CapturedModule)}
+        self._cuts.eager.update(alone)
         self._cuts.apart |= together & self._tried
         self._probed = together - self._cuts.apart
         self._tried |= together
