@@ -43,47 +43,49 @@ def is_plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
     return same
 
 
-def part_of(leaf: Any, leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> PartOf | None:
-    """Return which of the leaves of a result a tensor is a plain view of, if any.
+def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[int, PartOf]:
+    """Return, by identity, those leaves of a result that are plain views of another one.
 
-    Copies of both would have separate memory: a write to one would not reach the other. A view of
-    an argument in ``given`` is none of these.
+    Copies of both would have separate memory: a write to one would not reach the other. Views of
+    arguments, which are in ``given``, are left out.
     """
-    if not _has_memory_of(leaf, leaf):
-        return None
-    place = next((i for i in _wholes(leaf, leaves) if is_plain_view(leaf, leaves[i])), None)
-    if place is None or source_of(leaf, given) is not None:
-        return None
-    offset = int(leaf.storage_offset() - leaves[place].storage_offset())
-    return PartOf(place, leaf.size(), leaf.stride(), offset)
+    sharing = dict[int, list[int]]()  # places by memory; what is returned twice has one
+    seen = set[int]()
+    for i, x in enumerate(leaves):
+        plain = isinstance(x, torch.Tensor) and x.layout is torch.strided and not is_wrapper(x)
+        if plain and id(x) not in seen:
+            sharing.setdefault(x.untyped_storage()._cdata, []).append(i)
+            seen.add(id(x))
+    found = dict[int, PartOf]()
+    for places in sharing.values():
+        if len(places) > 1 and source_of(leaves[places[0]], given) is None:
+            for i in places:
+                part = _part_of(i, {j: leaves[j] for j in places})
+                found |= {} if part is None else {id(leaves[i]): part}
+    return found
 
 
-def _wholes(leaf: torch.Tensor, leaves: Sequence[Any]) -> list[int]:
-    """Return the places of tensors that a leaf may be a view of, the largest one first.
+def _part_of(i: int, sharing: dict[int, torch.Tensor]) -> PartOf | None:
+    """Return a tensor as a view of the largest one that it can be a view of, if any.
 
     With gradients that is what it was made from; without, what has all of its memory.
     """
-    found, is_later = dict[int, int](), True
-    for i, x in enumerate(leaves):
-        if x is leaf:
-            is_later = False
-        elif _has_memory_of(leaf, x) and x.requires_grad == leaf.requires_grad:
-            (start, end), (first, last) = _span(x), _span(leaf)
-            covers = start <= first and last <= end and x.numel() == end - start
-            larger = end - start > last - first or is_later
-            if leaf.requires_grad:
-                larger = x is leaf._base and getattr(x, "grad_fn", None) is not None
-            if covers and larger:
-                found[i] = end - start
-    return sorted(found, key=lambda i: (-found[i], i))
-
-
-def _has_memory_of(leaf: Any, x: Any) -> bool:
-    """Return True for a plain tensor in the memory of ``leaf``."""
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or is_wrapper(x):
-        return False
-    same: bool = x.untyped_storage()._cdata == leaf.untyped_storage()._cdata
-    return same
+    leaf, sizes = sharing[i], dict[int, int]()
+    first, last = _span(leaf)
+    for j, x in sharing.items():
+        start, end = _span(x)
+        whole = start <= first and last <= end and x.numel() == end - start
+        if leaf.requires_grad:
+            possible = x is leaf._base and x.grad_fn is not None
+        else:
+            possible = end - start > last - first or j < i
+        if j != i and whole and possible and x.requires_grad == leaf.requires_grad:
+            sizes[j] = end - start
+    for j in sorted(sizes, key=lambda j: (-sizes[j], j)):
+        if is_plain_view(leaf, sharing[j]):
+            offset = int(leaf.storage_offset() - sharing[j].storage_offset())
+            return PartOf(j, leaf.size(), leaf.stride(), offset)
+    return None
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

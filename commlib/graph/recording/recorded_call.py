@@ -16,7 +16,7 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.lasting import Lasting, can_be_copied
 from commlib.graph.calls.leaves import Tensors, leaf, with_grads, without_grads
 from commlib.graph.calls.outputs import flat, standing
-from commlib.graph.calls.views import part_of
+from commlib.graph.calls.views import views_among
 from commlib.graph.operators.layout import fill
 from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
@@ -180,10 +180,9 @@ def _check_grads(call: Arguments, touched: Touched) -> None:
 def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> Any:
     """Copy results to memory that replays of other graphs do not write."""
     leaves, spec, lasting = *flat(result), recipe.findings.lasting
-    kept: dict[int, Any] = {}  # what is returned twice is one tensor
+    # What is returned twice is one tensor.
+    kept: dict[int, Any] = {**views_among(leaves, given)}
     for i, each in enumerate(leaves):
-        if id(each) not in kept and (part := part_of(each, leaves, given)) is not None:
-            kept[id(each)] = part
         if id(each) not in kept:
             kept[id(each)] = found = standing(each, given, segments.has_made, lasting)
             room = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
