@@ -75,3 +75,7 @@ def test_split_group(ring: Any) -> None:
         assert_equal(none is None, ring.rank == 1, "a rank in no part")
         with raises(ArgumentError, "split_group", "at most once"):
             dist.split_group(split_ranks=[[0, 0]])
+        with raises(ArgumentError, "split_group", "0 to 1, each at most once"):
+            dist.split_group(split_ranks=[[0, 7], [1]])
+        with raises(ArgumentError, "a list without tensors"):
+            dist.all_reduce_coalesced([])

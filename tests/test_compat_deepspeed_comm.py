@@ -360,9 +360,16 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
         ["send", "8", "2", "16"],
     ]
     found = dist.log_summary(return_dict=True)
-    assert found is not None and found["send"][8].calls == 2
+    assert found is not None
+    of_size = found["summary"]["send"][8]
+    assert (of_size["count"], of_size["msg_size_bytes"], of_size["avg_latency_ms"]) == (2, 8, None)
+    assert found["straggler_analysis"] is None
+    assert (found["metadata"]["world_size"], found["metadata"]["rank"]) == (1, 0)
+    assert dist.has_comm_data() and dist.get_comm_operation_count() == 3
+    assert dist.get_logged_comm_ops() == ["all_reduce", "send"]
     dist.reset_log()
-    assert dist.log_summary(return_dict=True) == {}
+    found = dist.log_summary(return_dict=True)
+    assert found is not None and found["summary"] == {} and not dist.has_comm_data()
     with raises(ArgumentError, "show_straggler=True", "FLAGS_comm_check=1"):
         dist.log_summary(show_straggler=True)
 

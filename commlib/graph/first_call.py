@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._pytree import tree_leaves
 
 from commlib.graph.backends import cuda as cuda_backend
 from commlib.graph.backends.base import Backend, CpuBackend
@@ -87,6 +88,8 @@ class FirstCall:
                 lambda: Slot(recipe, log(), differs), self._fn, self._schedule, options.slots
             )
             slots.capture(call)
+            results = tree_leaves(self.counted.result)
+            self._backend.trim_after_backward([x for x in results if isinstance(x, torch.Tensor)])
             return slots
         rooms = findings.rooms(self._backend.device)
         captured = CapturedCall(recipe._replace(rooms=rooms), log(), self._schedule)

@@ -54,8 +54,13 @@ class GroupCalls(Collectives):
 
     def _ring_for(self, tensors: Given) -> CommContext:
         """Return the ring of the tensors' device."""
-        first = tensors[0]
         main = self._main
+        if not tensors:
+            raise ArgumentError(
+                f"{main._describe('a group')}: a list without tensors; expected one or more; leave "
+                f"the call out on every rank"
+            )
+        first = tensors[0]
         if first.get_device() == main._device_number:
             return main
         ring = self.rings.get(first.device.type)

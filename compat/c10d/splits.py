@@ -34,12 +34,13 @@ def split_group(
     if calls is None or bound or any(kind != "cpu" for kind in calls.rings):
         return _stock(parent_pg, split_ranks, timeout, pg_options, group_desc)
     members = [position for part in split_ranks or [] for position in part]
-    if not members or len(set(members)) != len(members):
+    ranks = dist.get_process_group_ranks(parent)
+    outside = not set(members) <= {*range(len(ranks))}
+    if not members or outside or len(set(members)) != len(members):
         raise ArgumentError(
             f"split_group: split_ranks={split_ranks!r}; expected lists of positions in the parent, "
-            f"each at most once"
+            f"0 to {len(ranks) - 1}, each at most once"
         )
-    ranks = dist.get_process_group_ranks(parent)
     rank = parent.rank()
     for part in split_ranks or []:
         if rank in part:

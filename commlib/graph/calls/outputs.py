@@ -21,7 +21,6 @@ from commlib.graph.calls.output_kinds import (
     Plain,
     View,
 )
-from commlib.graph.calls.views import is_plain_view, source_of
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 from commlib.graph.python.user_names import kind_name
@@ -192,6 +191,41 @@ def _kind(
 def _apart(leaf: torch.Tensor) -> torch.Tensor:
     """Return a tensor that the program can't change in place of ``leaf``."""
     return Alias(leaf).again()
+
+
+# Nodes of views that `as_strided` can stand for: each element is in one place only.
+_VIEWS = (
+    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
+    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+
+
+def source_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
+    """Return the position of the tensor that a leaf is, or is a view of; None for other memory.
+
+    Of several in one memory it is the one that the gradient of the leaf flows to.
+    """
+    key, end = leaf.untyped_storage()._cdata, None
+    found = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
+    if len(found) > 1:
+        node = leaf.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+        end = getattr(node, "variable", None)
+    found.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
+    return found[0] if found else None
+
+
+def is_plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return True if ``as_strided`` of ``source`` can stand for a tensor in its memory."""
+    same = leaf.dtype == source.dtype
+    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
+    node, end = leaf.grad_fn, source.grad_fn
+    while same and node not in (None, end) and type(node).__name__ != "AccumulateGrad":
+        name = type(node).__name__.partition("Backward")[0]
+        same = name in _VIEWS and len(node.next_functions) == 1
+        node = node.next_functions[0][0]
+    return same
 
 
 def standing(

@@ -1,4 +1,4 @@
-"""Tensors of a call or a result that are views of others."""
+"""Tensors of a result that are views of others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,40 +7,7 @@ import torch
 
 from commlib.core.tensors import is_wrapper
 from commlib.graph.calls.output_kinds import PartOf
-
-# Nodes of views that `as_strided` can stand for: each element is in one place only.
-_VIEWS = (
-    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
-    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
-)  # fmt: skip
-
-
-def source_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
-    """Return the position of the tensor that a leaf is, or is a view of; None for other memory.
-
-    Of several in one memory it is the one that the gradient of the leaf flows to.
-    """
-    key, end = leaf.untyped_storage()._cdata, None
-    found = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
-    if len(found) > 1:
-        node = leaf.grad_fn
-        while node is not None and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
-        end = getattr(node, "variable", None)
-    found.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
-    return found[0] if found else None
-
-
-def is_plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return True if ``as_strided`` of ``source`` can stand for a tensor in its memory."""
-    same = leaf.dtype == source.dtype
-    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
-    node, end = leaf.grad_fn, source.grad_fn
-    while same and node not in (None, end) and type(node).__name__ != "AccumulateGrad":
-        name = type(node).__name__.partition("Backward")[0]
-        same = name in _VIEWS and len(node.next_functions) == 1
-        node = node.next_functions[0][0]
-    return same
+from commlib.graph.calls.outputs import is_plain_view, source_of
 
 
 def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[int, PartOf]:

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from commlib.core.tensors import has_memory, parts
 from commlib.errors import CommError, GraphError
@@ -41,6 +40,7 @@ class CountedCall:
         drawn: The generators that it draws from.
         begins_grads: Whether it has given a gradient to a leaf that had none.
         after: The Python state that it has left.
+        result: What it has returned, until ``forget``.
         histories: Positions of tensors of the call: a backward inside it went through what these
             were computed from.
     """
@@ -59,7 +59,7 @@ class CountedCall:
         self.roots: list[object] = []
         self.drawn: list[torch.Generator] = []
         self.histories: Set[int] = frozenset()
-        self.weights = weights
+        self.weights, self.result = weights, None
         self._fn, self._backend = fn, backend
         self._real = RealCall(backend.device, (), copies=not counted)
         self._before = self.after = _NO_STATE
@@ -105,7 +105,7 @@ class CountedCall:
         pairs = zip(held, bits, digests(held), strict=True)
         changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
         self._note_run(run, rings, changed)
-        self._backend.trim_after_backward(_tensors_in(result))
+        self.result = result
         problem = self._look(call, result, positions, after_call)
         self._problem = self._agreed(rings, problem) if rings else problem
         return result
@@ -228,7 +228,7 @@ class CountedCall:
         self._before = self.after = _NO_STATE
         lasting = self.findings.lasting
         lasting.before, lasting.there = None, set()
-        self._opened, self.roots = [], []
+        self._opened, self.roots, self.result = [], [], None
 
 
 def _handed_back(call: Arguments, opened: Contents, result: Any, changes: Sequence[Change]) -> str:
@@ -244,10 +244,6 @@ def _handed_back(call: Arguments, opened: Contents, result: Any, changes: Sequen
         if found is not None:
             return f"binds {change.name} to an argument that is a {type(found).__qualname__}"
     return ""
-
-
-def _tensors_in(result: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
 def _memory_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -181,7 +181,7 @@ def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> An
     """Copy results to memory that replays of other graphs do not write."""
     leaves, spec, lasting = *flat(result), recipe.findings.lasting
     # What is returned twice is one tensor.
-    kept: dict[int, Any] = {**views_among(leaves, given)}
+    kept: dict[int, Any] = {**views_among(leaves, given)} if len(leaves) > 1 else {}
     for i, each in enumerate(leaves):
         if id(each) not in kept:
             kept[id(each)] = found = standing(each, given, segments.has_made, lasting)

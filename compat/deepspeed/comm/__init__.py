@@ -44,6 +44,9 @@ from commlib.compat.deepspeed.comm.collectives import (
 )
 from commlib.compat.deepspeed.comm.counters import (
     configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
     log_summary,
     reset_log,
 )
@@ -106,8 +109,10 @@ __all__ = [
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
+    "get_comm_operation_count",
     "get_global_rank",
     "get_local_rank",
+    "get_logged_comm_ops",
     "get_rank",
     "get_world_group",
     "get_world_size",
@@ -115,6 +120,7 @@ __all__ = [
     "has_all_reduce_coalesced",
     "has_allgather_base",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_base",
     "has_reduce_scatter_tensor",
     "in_aml",

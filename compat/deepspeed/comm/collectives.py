@@ -57,14 +57,22 @@ def broadcast_object_list(
     dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
 
-def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: Group = None,
+    prof: bool = False,
+    log_name: str = "all_gather_object",
+    debug: object = None,
+) -> None:
     """Fill ``object_list`` with the pickled ``obj`` of each rank.
 
     Args:
         object_list: The output, one entry per rank.
-        obj: An object that can be pickled.
-        group: See ``deepspeed.comm``.
+        obj: An object that can be pickled. Its bytes are not counted.
+        group, prof, log_name, debug: See ``deepspeed.comm``.
     """
+    counters.count(log_name, [], prof)
     dist.all_gather_object(object_list, obj, group=group)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class Counters:
 
 
 counters = Counters()
+# What a summary has in DeepSpeed, and what a host would have to wait for.
+_TIMES = ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
 
 
 def configure(
@@ -103,17 +106,17 @@ def _chosen(config: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def log_summary(
-    show_straggler: bool = False, return_dict: bool = False
-) -> dict[str, dict[int, Count]] | None:
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print the calls and bytes of this rank on rank 0.
 
     Args:
         show_straggler: Must be False: the time that a rank waits for others is not measured.
-        return_dict: True also returns the counts by name and size.
+        return_dict: True also returns the counts.
 
     Returns:
-        The counts by name and size with ``return_dict=True``, else None.
+        None, or with ``return_dict=True`` a dict: "summary" has "count" and "msg_size_bytes" by
+        name and size, with None for all times, "straggler_analysis" is None, and "metadata" has
+        "world_size", "rank" and "timestamp".
 
     Raises:
         ArgumentError: ``show_straggler`` is True.
@@ -123,14 +126,36 @@ def log_summary(
             "log_summary(show_straggler=True): calls are not timed, because that would make the "
             "host wait for the device; pass False, and use FLAGS_comm_check=1 to name late ranks"
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    is_one = not dist.is_initialized()
+    if is_one or dist.get_rank() == 0:
         print(counters.table())
     if not return_dict:
         return None
-    found: dict[str, dict[int, Count]] = {}
+    summary: dict[str, dict[int, dict[str, int | None]]] = {}
     for (name, size), one in counters.found.items():
-        found.setdefault(name, {})[size] = one
-    return found
+        known = {"count": one.calls, "msg_size_bytes": size}
+        summary.setdefault(name, {})[size] = known | dict.fromkeys(_TIMES)
+    metadata = {
+        "world_size": 1 if is_one else dist.get_world_size(),
+        "rank": 0 if is_one else dist.get_rank(),
+        "timestamp": datetime.now().isoformat(),
+    }
+    return {"summary": summary, "straggler_analysis": None, "metadata": metadata}
+
+
+def has_comm_data() -> bool:
+    """Return True if a call was counted."""
+    return bool(counters.found)
+
+
+def get_comm_operation_count() -> int:
+    """Return how many calls were counted."""
+    return sum(one.calls for one in counters.found.values())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Return the names of the calls that were counted."""
+    return [*dict.fromkeys(name for name, _ in counters.found)]
 
 
 def reset_log() -> None:
