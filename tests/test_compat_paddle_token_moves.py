@@ -146,6 +146,24 @@ def test_permute_without_rows() -> None:
     assert_equal(int(probabilities.sum()), sum(COUNTS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_token_is_routed(dtype: torch.dtype) -> None:
+    """Without rows, the tokens and their probabilities come back as zeros, with gradients."""
+    x = torch.ones(3, HIDDEN, dtype=dtype, requires_grad=True)
+    routes, chances = torch.full((3, 2), -1, dtype=torch.int32), torch.rand(3, 2)
+    rows, row_map, probabilities, _ = paddle.moe_permute(x, None, routes, chances, 2, [0, 0], 16)
+    assert_equal(tuple(rows.shape), (0, HIDDEN))
+    for mixed in (True, False):
+        back, again = paddle.moe_unpermute(rows, row_map, routes, probabilities, 3, 2, mixed)
+        assert_equal((back.dtype, back.tolist()), (dtype, [[0.0] * HIDDEN] * 3))
+        assert_equal((again.dtype, again.tolist()), (torch.float32, [[0.0] * 2] * 3))
+    back.sum().backward()
+    assert x.grad is not None
+    assert_equal(x.grad.tolist(), [[0.0] * HIDDEN] * 3)
+    with pytest.raises(IndexError):  # a map of rows that are not there
+        paddle.moe_unpermute(rows, row_map + 1, routes + 1, probabilities, 3, 2)
+
+
 def test_precision_of_the_sum() -> None:
     """In bfloat16, 256 + 1 + 1 is 256 added one by one, and 258 if it is rounded once."""
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)

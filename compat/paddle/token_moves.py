@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from commlib.errors import ArgumentError, ShapeError
 from commlib.streams import capturing
@@ -239,7 +240,7 @@ def moe_unpermute(
 
     Returns:
         [tokens, hidden] in the dtype of the rows, added in the order of the experts; and
-        [tokens, k], 0 where there is no expert.
+        [tokens, k]. Both are 0 where there is no expert, also without any rows.
 
     Raises:
         ShapeError: The map is not [total_zipped_tokens, num_experts], or the shapes do not fit.
@@ -251,13 +252,16 @@ def moe_unpermute(
             f"{tuple(rowmap.shape)} and {tuple(routemap.shape)}; expected "
             f"{(total_zipped_tokens, num_experts)} and ({total_zipped_tokens}, k)"
         )
-    rows = hidden_states_unzipped
+    rows, probabilities = hidden_states_unzipped, token_prob_unzipped.flatten()
+    first = int(not len(rows))
+    if first:  # index 0 then is a row of zeros, for tokens without an expert
+        rows = functional.pad(rows, (0, 0, 1, 0))
+        probabilities = functional.pad(probabilities, (1, 0))
     wide = torch.promote_types(rows.dtype, torch.float32) if use_mix_precision else rows.dtype
     total = rows.new_zeros(total_zipped_tokens, rows.shape[1], dtype=wide)
     for expert in routemap.sort(dim=1).values.unbind(1):
         row = rowmap.gather(1, expert.clamp(min=0)[:, None])[:, 0]
-        term = rows[row.clamp(min=0)].to(wide)
+        term = rows[(row + first).clamp(min=0)].to(wide)
         total = torch.where((expert >= 0)[:, None], total + term, total)
-    at = rowmap.gather(1, routemap.clamp(min=0)).clamp(min=0)
-    probabilities = token_prob_unzipped.flatten()[at].where(routemap >= 0, 0)
-    return total.to(rows.dtype), probabilities
+    at = (rowmap.gather(1, routemap.clamp(min=0)) + first).clamp(min=0)
+    return total.to(rows.dtype), probabilities[at].where(routemap >= 0, 0)
