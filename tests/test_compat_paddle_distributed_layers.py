@@ -342,7 +342,7 @@ def test_data_parallel_training(ring: Any) -> None:
         optimizer.step()
         mean = (every[0].sum(0) + every[1].sum(0)) / 2
         assert_bits_equal(model.weight.detach(), first - 0.5 * mean, "weight", atol=1e-12)
-        optimizer.clear_grad()
+        optimizer.clear_grad(set_to_zero=False)
         assert_equal(model.weight.grad, None, "clear_grad")
         assert_equal(optimizer.param_groups[0]["lr"], 0.5, "the optimizer's own attributes")
 

@@ -52,7 +52,7 @@ def train(ring: Any, parameters: list[Tensor], optimizer: Any, steps: range) -> 
             if index != 2 or ring.rank == 0:
                 one.grad = gradient(ring, ring.rank, step, index)
         optimizer.step()
-        optimizer.clear_grad()
+        optimizer.clear_grad(set_to_zero=False)
         assert_equal([one.grad for one in parameters], [None] * 6, "gradients")
 
 
@@ -170,7 +170,7 @@ def test_calls_of_upstream(ring: Any) -> None:
         same = [one.grad is gradient for one, gradient in zip(parameters, before, strict=True)]
         assert_equal(same, [True] * 6, "gradients are where they were")
         assert_bits_equal(parameters[1].detach(), kept, "a parameter without a gradient")
-        optimizer.clear_grad(set_to_zero=True)
+        optimizer.clear_grad()
         same = [one.grad is gradient for one, gradient in zip(parameters, before, strict=True)]
         assert_equal(same, [True] * 6, "zeros in the same memory")
         assert_equal(sum(float(one.grad.abs().sum()) for one in parameters if one.grad is not None

@@ -104,8 +104,12 @@ class DygraphShardingOptimizer:
             for one, gradient in others:
                 one.grad = gradient
 
-    def clear_grad(self, set_to_zero: bool = False) -> None:
-        """Drop the gradients of all parameters, or set them to zero."""
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Set the gradients of all parameters to zero, or drop them.
+
+        Args:
+            set_to_zero: False drops the gradients.
+        """
         self._inner_opt.zero_grad(set_to_none=not set_to_zero)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,10 @@ from typing import Any, TypeVar
 import torch
 
 from commlib.compat.paddle.distributed.fleet.sharding import DygraphShardingOptimizer
-from commlib.compat.paddle.distributed.hybrid_group import hybrid_group
+from commlib.compat.paddle.distributed.hybrid_group import (
+    HybridCommunicateGroup,
+    hybrid_group,
+)
 from commlib.compat.paddle.distributed.layers import split_parameters
 from commlib.core.context import CommContext
 
@@ -41,8 +44,23 @@ class HybridParallelOptimizer:
     states are divided over that axis. Everything else is the optimizer's own.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._hybrid = hybrid_group()
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hcg: HybridCommunicateGroup | None = None,
+        strategy: object = None,
+    ) -> None:
+        """Keep the optimizer, and divide its states over the sharding axis.
+
+        Args:
+            optimizer: Any optimizer of torch.
+            hcg: Has the groups of the ranks. Default: those of ``fleet.init``.
+            strategy: Ignored: ``hcg`` has the degrees.
+
+        Raises:
+            ArgumentError: ``hcg`` is None, and ``fleet.init`` was not called.
+        """
+        self._hybrid = hybrid_group() if hcg is None else hcg
         self._sharded: DygraphShardingOptimizer | None = None
         if self._hybrid.get_sharding_parallel_world_size() > 1:
             self._sharded = DygraphShardingOptimizer(optimizer, self._hybrid)
@@ -80,8 +98,12 @@ class HybridParallelOptimizer:
                 one.grad = torch.zeros_like(one)
         return trained
 
-    def clear_grad(self, set_to_zero: bool = False) -> None:
-        """Drop the gradients, or set them to zero."""
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Set the gradients to zero, or drop them.
+
+        Args:
+            set_to_zero: False drops the gradients.
+        """
         self._inner_opt.zero_grad(set_to_none=not set_to_zero)
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
