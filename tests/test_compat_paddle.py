@@ -39,7 +39,7 @@ LOGITS = [("logits", NEEDED), ("label", NEEDED)]
 SUMMARIES = [("batch_size", NEEDED), ("batch_sum", NEEDED), ("batch_square_sum", NEEDED)]
 SIGNATURES: dict[str, list[tuple[str, Any]]] = {
     "alltoall": [X, RING, CALC],
-    "assign_pos": [X, ("cum_count", NEEDED)],
+    "assign_pos": [X, ("cum_count", NEEDED), ("eff_num_len", None)],
     "barrier": [NOTHING, RING],
     "c_allgather": [X, RING, ("nranks", None), CALC],  # required; Python wants a default there
     "c_allreduce_max": REDUCE,

@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 
+from commlib.compat.paddle.outputs import WITH_OUTPUTS, call_with_outputs
 from commlib.errors import ArgumentError
 
 # Attributes of every legacy operator, for Paddle's own passes.
-_OF_PADDLE = {"op_role", "op_role_var", "op_namescope", "op_callstack", "op_device"}
+_OF_PADDLE = {
+    *("op_role", "op_role_var", "op_namescope", "op_callstack", "op_device", "with_quant_attr"),
+}
+# Accepted without effect. An operator without ``ring_id`` does not communicate, one without
+# ``use_calc_stream`` runs on the current stream.
+_WITHOUT_EFFECT = {"ring_id", "use_calc_stream"}
+_WITHOUT_EFFECT_IN = {
+    "coalesce_tensor": {"user_defined_size_of_dtype"},
+    "p_send_array": {"dynamic_shape"},
+}
 
 
 class AttributeCalls:
@@ -30,13 +40,15 @@ class AttributeCalls:
     def _call(self, name: str, operator: Callable[..., Any], *arguments: Any) -> Any:
         tensors, attributes = _split(name, arguments)
         signature = inspect.signature(operator)
+        attributes = _known(name, signature, attributes)
+        if name == "random_routing":  # upstream's operator has the inputs in the reverse order
+            tensors = tensors[::-1]
+        in_place = getattr(self._dialect, f"{name}_", operator)
+        if name in WITH_OUTPUTS and len(tensors) > 1:
+            return call_with_outputs(name, operator, in_place, tensors, attributes)
         needed = [each for each in signature.parameters if each not in attributes]
         if len(tensors) == 2 and tensors[0] is tensors[1] and needed[:1] == ["x"]:
-            operator, tensors = getattr(self._dialect, f"{name}_", operator), tensors[:1]
-        unknown = [each for each in attributes if each not in signature.parameters]
-        if unknown:
-            known = ", ".join(signature.parameters)
-            raise ArgumentError(f"{name}: attribute {unknown[0]!r}; expected one of {known}")
+            operator, tensors = in_place, tensors[:1]
         try:
             signature.bind(*tensors, **attributes)
         except TypeError as error:
@@ -45,6 +57,16 @@ class AttributeCalls:
                 f"inputs of the operator, or its input twice for the form in place"
             ) from error
         return operator(*tensors, **attributes)
+
+
+def _known(name: str, signature: inspect.Signature, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes that are arguments, without those that have no effect."""
+    known = signature.parameters
+    unused = _WITHOUT_EFFECT | _WITHOUT_EFFECT_IN.get(name, set())
+    unknown = [each for each in attributes if each not in known and each not in unused]
+    if unknown:
+        raise ArgumentError(f"{name}: attribute {unknown[0]!r}; expected one of {', '.join(known)}")
+    return {key: value for key, value in attributes.items() if key in known}
 
 
 def _split(name: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

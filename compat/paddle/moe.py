@@ -4,7 +4,7 @@ import torch
 
 from commlib import ops
 from commlib.errors import ArgumentError
-from commlib.ops import assign_pos, limit_by_capacity, prune_gate_by_capacity
+from commlib.ops import limit_by_capacity, prune_gate_by_capacity
 
 __all__ = [
     "assign_pos",
@@ -13,6 +13,32 @@ __all__ = [
     "prune_gate_by_capacity",
     "random_routing",
 ]
+
+
+def assign_pos(
+    x: torch.Tensor,
+    cum_count: torch.Tensor,
+    eff_num_len: torch.Tensor | None = None,
+    *,
+    total: int | None = None,
+) -> torch.Tensor:
+    """Return the positions of tokens grouped by expert.
+
+    Source: operator ``assign_pos``. It does not communicate.
+
+    Args:
+        x: Expert ids of any shape, int32 or int64. Ids below 0 are skipped.
+        cum_count: Inclusive sums of ``number_count``.
+        eff_num_len: Ignored: it is ``cum_count[-1]``.
+        total: ``cum_count[-1]`` as a number. Without it the host waits for the number.
+
+    Returns:
+        int64 [cum_count[-1]], positions in the flattened ``x``.
+
+    Raises:
+        ArgumentError, DtypeError, ShapeError: As ``ops.assign_pos``.
+    """
+    return ops.assign_pos(x, cum_count, total=total)
 
 
 def number_count(numbers: torch.Tensor, upper_range: int) -> torch.Tensor:
