@@ -1,12 +1,14 @@
 """compat.paddle.distributed.fleet: signatures, groups of several axes, and settings of upstream."""
 
+import copy
 from typing import Any
 
 import torch
 
 from commlib.compat.paddle.distributed import fleet
 from commlib.compat.paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
-from tests.support.checks import assert_equal
+from commlib.errors import ArgumentError
+from tests.support.checks import assert_equal, raises
 from tests.support.paddle_groups import own_groups
 from tests.support.runs_on import runs_on
 
@@ -35,3 +37,41 @@ def test_signatures_of_the_optimizer(ring: Any) -> None:
             assert_equal((weight.grad is given, given.tolist()), (True, [0.0] * 3), "zeros")
             optimizer.clear_grad(set_to_zero=False)
             assert_equal(weight.grad, None, "no gradient")
+
+
+def test_settings() -> None:
+    """Details of upstream are accepted and kept; what changes results is refused."""
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "dp_degree": 1,
+        "ep_degree": 1,
+        "mp_configs": {"mp_async_allreduce": True, "sync_param": False},
+        "pp_configs": {"delay_scale_loss": True},
+        "enable_optimizer_timer": True,
+    }
+    strategy.hybrid_configs["sharding_configs"].tensor_fusion = True
+    assert_equal(strategy.hybrid_configs["pp_configs"].delay_scale_loss, True)
+    assert_equal(strategy.hybrid_configs["sharding_configs"], {"tensor_fusion": True})
+    strategy.tensor_parallel_configs = {"tensor_parallel_degree": 2}
+    assert_equal(copy.deepcopy(strategy).topology(1).world_size(), 1)
+    with raises(ArgumentError, "pp_configs=1; expected a dict of settings"):
+        strategy.hybrid_configs = {"pp_configs": 1}
+    with raises(AttributeError, "'use_timer' is not set"):
+        assert strategy.hybrid_configs["pp_configs"].use_timer
+    for configs, word in (
+        ({"mp_configs": {"sync_param": True}}, "mp_configs['sync_param']=True"),
+        ({"ep_degree": 2}, "ep_degree=2"),
+    ):
+        other: Any = fleet.DistributedStrategy()
+        other.hybrid_configs = configs
+        with raises(ArgumentError, word, "not ported"):
+            other.topology(1)
+    for name, reason in (
+        ("pipeline_configs", "train a PipelineLayer"),
+        ("amp", "torch.autocast"),
+        ("nccl_comm_num", "leave it away"),
+    ):
+        with raises(AttributeError, f"no setting {name!r}", reason):
+            getattr(strategy, name)
+        with raises(AttributeError, f"no setting {name!r}", reason):
+            setattr(strategy, name, {})
