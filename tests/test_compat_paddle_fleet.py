@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from commlib.compat.paddle import distributed as dist
 from commlib.compat.paddle.distributed import fleet
 from commlib.compat.paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
+from commlib.compat.paddle.distributed.topology import CommunicateTopology
 from commlib.errors import ArgumentError
 from tests.support.checks import assert_equal, raises
 from tests.support.paddle_groups import own_groups
@@ -75,3 +77,56 @@ def test_settings() -> None:
             getattr(strategy, name)
         with raises(AttributeError, f"no setting {name!r}", reason):
             setattr(strategy, name, {})
+
+
+def test_ranks_over_several_axes() -> None:
+    grid = CommunicateTopology(dims=[2, 2, 1, 1, 2])
+    assert grid.get_fused_ranks(["data", "sep"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.get_fused_ranks(["pipe", "model"]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert grid.get_fused_ranks(["model", "pipe"]) == [[0, 2, 1, 3], [4, 6, 5, 7]]
+    with raises(ArgumentError, "axis 'mp'; expected one of"):
+        grid.get_fused_ranks(["mp"])
+
+
+def summed(group: dist.Group, ring: Any) -> float:
+    """Return the sum of 10 to the power of the rank over a group."""
+    value = torch.tensor([10.0**ring.rank], device=ring.device)
+    dist.all_reduce(value, group=group)
+    return float(value)
+
+
+@runs_on("four_ranks")
+def test_groups_over_several_axes(ring: Any) -> None:
+    with own_groups():
+        hybrid = started(sep_degree=2, mp_degree=2)[1]
+        across, along = [ring.rank % 2, ring.rank % 2 + 2], [0, 1] if ring.rank < 2 else [2, 3]
+        group = hybrid.get_dp_sep_parallel_group()
+        assert_equal((group.ranks, summed(group, ring)), (across, sum(10.0**n for n in across)))
+        group = hybrid.get_pp_mp_parallel_group()
+        assert_equal((group.ranks, summed(group, ring)), (along, sum(10.0**n for n in along)))
+        ranks, group = hybrid.create_fuse_group(["sep", "model"])
+        assert_equal((ranks, group.ranks, summed(group, ring)), ([0, 1, 2, 3], ranks, 1111.0))
+        with raises(ArgumentError, "fused_strategy_list=[]"):
+            hybrid.create_fuse_group([])
+        with raises(ArgumentError, "get_p2p_groups: one stage"):
+            hybrid.get_p2p_groups()
+
+
+@runs_on("four_ranks")
+def test_pairs_of_stages(ring: Any) -> None:
+    """A group per direction: what one stage sends to, the other one receives from."""
+    with own_groups():
+        hybrid = started(pp_degree=4)[1]
+        after, before = (
+            sorted([ring.rank, (ring.rank + 1) % 4]),
+            sorted([ring.rank, (ring.rank - 1) % 4]),
+        )
+        groups = hybrid.get_p2p_groups()
+        assert_equal([one.ranks for one in groups], [after, before, after, before], "pairs")
+        assert hybrid.get_p2p_groups() is groups
+        every = ring.exchange([one.id for one in groups])
+        follower = every[(ring.rank + 1) % 4]
+        assert_equal((groups[0].id, groups[2].id), (follower[3], follower[1]), "directions")
+        assert_equal(len({one.id for one in groups}), 4, "one group per direction")
+        with raises(ArgumentError, "('data', 'sep') exist with a sep axis", "create_fuse_group"):
+            hybrid.get_dp_sep_parallel_group()

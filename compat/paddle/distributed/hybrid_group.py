@@ -1,11 +1,14 @@
 """This process's groups in hybrid parallelism, each with a ring."""
 
+from collections.abc import Sequence
+
 from commlib.compat.paddle.distributed.environment import ParallelMode, get_rank, get_world_size
 from commlib.compat.paddle.distributed.groups import Group, at_end, new_group
 from commlib.compat.paddle.distributed.topology import CommunicateTopology
 from commlib.errors import ArgumentError
 
 _REPLICAS = ("data", "sharding", "sep")
+_FUSED = (("data", "sep"), ("pipe", "model"))
 
 
 class HybridCommunicateGroup:
@@ -52,6 +55,8 @@ class HybridCommunicateGroup:
             for name in ("data", "sharding")
             if name in self._groups
         }
+        self._fused = {axes: self._fuse(axes) for axes in _FUSED if self._degree("sep") > 1}
+        self._p2p_groups: tuple[Group, ...] = ()
         self.stage_id, stages = self._position("pipe"), self._degree("pipe")
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == stages - 1
         _current.group = self
@@ -60,6 +65,11 @@ class HybridCommunicateGroup:
         """Create all groups of ``lists``, as every process does, and return this process's."""
         groups = [new_group(ranks) for ranks in lists]
         return next(group for group in groups if group.rank >= 0)
+
+    def _fuse(self, axes: tuple[str, ...]) -> Group:
+        """Create the groups over those of ``axes`` that the topology has."""
+        present = [axis for axis in axes if axis in self._groups]
+        return self._own(sorted(self._topology.get_fused_ranks(present)))
 
     def _group(self, axis: str) -> Group:
         """Return this process's group along an axis that the topology has."""
@@ -187,6 +197,80 @@ class HybridCommunicateGroup:
     def get_pipe_parallel_group(self) -> Group:
         """Return this process's group along the pipe axis."""
         return self._group("pipe")
+
+    def get_dp_sep_parallel_group(self) -> Group:
+        """Return this process's group over the data and sep axes.
+
+        Raises:
+            ArgumentError: The sep axis is not above 1.
+        """
+        return self._fused_group(("data", "sep"))
+
+    def get_pp_mp_parallel_group(self) -> Group:
+        """Return this process's group over the pipe and model axes.
+
+        Raises:
+            ArgumentError: The sep axis is not above 1.
+        """
+        return self._fused_group(("pipe", "model"))
+
+    def _fused_group(self, axes: tuple[str, str]) -> Group:
+        if axes not in self._fused:
+            raise ArgumentError(
+                f"HybridCommunicateGroup on rank {self.global_rank}: groups over {axes} exist with "
+                f"a sep axis above 1 alone; pass a sep_degree above 1, or call "
+                f"create_fuse_group({list(axes)})"
+            )
+        return self._fused[axes]
+
+    def create_fuse_group(
+        self, fused_strategy_list: Sequence[str], nccl_config: object = None
+    ) -> tuple[list[int], Group]:
+        """Create the groups over several axes; return this process's ranks and group.
+
+        All processes call it.
+
+        Args:
+            fused_strategy_list: Names of axes, one or more.
+            nccl_config: Ignored.
+
+        Raises:
+            ArgumentError: There is not an axis, or an axis is unknown.
+        """
+        if not fused_strategy_list:
+            raise ArgumentError("create_fuse_group: fused_strategy_list=[]; expected names of axes")
+        lists = sorted(self._topology.get_fused_ranks(fused_strategy_list))
+        own = next(ranks for ranks in lists if self.global_rank in ranks)
+        return own, self._own(lists)
+
+    def get_p2p_groups(self) -> tuple[Group, ...]:
+        """Return the pairs of stages to send to the next and previous, and to receive from them.
+
+        All processes make the first call, which creates the groups.
+
+        Raises:
+            ArgumentError: The pipe axis has one stage.
+        """
+        if self._degree("pipe") < 2:
+            raise ArgumentError("get_p2p_groups: one stage; expected a pipe axis above 1")
+        if not self._p2p_groups:
+            self._p2p_groups = tuple(self._pairs())
+        return self._p2p_groups
+
+    def _pairs(self) -> list[Group]:
+        """Create the groups of ``get_p2p_groups``: each pair of stages has one per direction."""
+        own: dict[tuple[str, str], Group] = {}
+        for ranks in self._topology.get_comm_list("pipe"):
+            for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+                for forward in (True, False):
+                    group = new_group([rank, after])
+                    sender, receiver = (rank, after) if forward else (after, rank)
+                    if self.global_rank == sender:
+                        own["send", "next" if forward else "previous"] = group
+                    if self.global_rank == receiver:
+                        own["receive", "previous" if forward else "next"] = group
+        sides = ("next", "previous")
+        return [own[what, side] for what in ("send", "receive") for side in sides]
 
 
 class _Current:

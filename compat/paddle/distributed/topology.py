@@ -92,6 +92,21 @@ class CommunicateTopology:
             groups.setdefault(others, []).append(rank)
         return [groups[others] for others in sorted(groups)]
 
+    def get_fused_ranks(self, fused_axis: Sequence[str]) -> list[list[int]]:
+        """Return the groups over several axes: ranks that differ in their positions on these alone.
+
+        Args:
+            fused_axis: Names of axes. The last one changes fastest within a group.
+        """
+        fused = [self._axis(name) for name in fused_axis]
+        groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+        for rank, place in enumerate(self._coordinates):
+            others = tuple(one for axis, one in enumerate(place) if axis not in fused)
+            groups.setdefault(others, {})[tuple(place[axis] for axis in fused)] = rank
+        return [
+            [groups[others][own] for own in sorted(groups[others])] for others in sorted(groups)
+        ]
+
     def get_rank_from_stage(self, global_rank: int, **kwargs: int) -> int:
         """Return the rank that differs from ``global_rank`` in the given positions."""
         return self.get_rank(**{**self.get_coord(global_rank)._asdict(), **kwargs})
