@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
+from commlib.compat import paddle
 from commlib.compat.paddle import distributed as dist
-from commlib.compat.paddle.distributed import fleet
+from commlib.compat.paddle.distributed import fleet, mp_ops
+from commlib.compat.paddle.distributed.fleet import meta_parallel as meta
 from commlib.compat.paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
 from commlib.compat.paddle.distributed.topology import CommunicateTopology
-from commlib.errors import ArgumentError
-from tests.support.checks import assert_equal, raises
+from commlib.errors import ArgumentError, ShapeError
+from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.paddle_groups import own_groups
 from tests.support.runs_on import runs_on
 
@@ -130,3 +132,44 @@ def test_pairs_of_stages(ring: Any) -> None:
         assert_equal(len({one.id for one in groups}), 4, "one group per direction")
         with raises(ArgumentError, "('data', 'sep') exist with a sep axis", "create_fuse_group"):
             hybrid.get_dp_sep_parallel_group()
+
+
+@runs_on("ranks")
+def test_attributes_of_layers(ring: Any) -> None:
+    """Attributes that programs read."""
+    with own_groups():
+        started(mp_degree=2)
+        embedding = meta.VocabParallelEmbedding(8, 3, name="table")
+        columns = meta.ColumnParallelLinear(3, 4, fuse_matmul_bias=True)
+        rows = meta.RowParallelLinear(4, 5, name="rows")
+        loss = meta.ParallelCrossEntropy(None, "loss")
+        assert_equal((embedding.origin_num_embeddings, embedding.num_embeddings), (8, 8))
+        assert_equal((columns.fuse_matmul_bias, rows.fuse_matmul_bias), (True, False))
+        assert_equal((rows.in_features, rows.out_features), (4, 5))
+        names = [layer.name for layer in (embedding, columns, rows, loss)]
+        assert_equal(names, ["table", None, "rows", "loss"])
+
+
+@runs_on("ranks")
+def test_loss_of_several_labels(ring: Any) -> None:
+    """It is the operator's, over the group; one label per row needs no dim."""
+    logits = sample(ring.rank, (4, 3), torch.float32).to(ring.device)
+    label = torch.tensor([[0, 5], [1, 1], [4, -100], [2, 3]], device=ring.device)
+    weight = torch.tensor([[0.5, 0.25]] * 4, device=ring.device)
+    call: Any = mp_ops._c_softmax_with_multi_label_cross_entropy
+    operator = paddle.c_softmax_with_multi_label_cross_entropy
+    softmax, loss = operator(logits, label, weight)
+    assert_bits_equal(call(logits, label, weight), loss)
+    for got, want in zip(call(logits, label, weight, None, True), (loss, softmax), strict=True):
+        assert_bits_equal(got, want)
+    each = operator(logits, label, weight, sum_multi_label_loss=False)[1]
+    assert_bits_equal(call(logits, label, weight, sum_multi_label_loss=False), each)
+    own = operator(logits, label[:, :1], weight[:, :1])[1]
+    assert_bits_equal(call(logits, label[:, 0], weight[:, 0]), own)
+    with raises(ShapeError, "label has shape (4, 2, 1)", "as many"):
+        call(logits, label[..., None], weight)
+    for mark in (mp_ops._set_var_distributed, mp_ops.set_var_distributed):
+        marked = torch.ones(2)
+        mark(marked)
+        mark(None)
+        assert vars(marked) == {"is_distributed": True}

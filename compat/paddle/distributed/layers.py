@@ -27,11 +27,13 @@ class _ParallelLayer(torch.nn.Module):
     """A layer with a tensor-parallel group.
 
     Attributes:
+        name: The argument ``name``.
         split_axes: The axis of each parameter that is split, by its name.
     """
 
-    def __init__(self, mp_group: Group | None) -> None:
+    def __init__(self, mp_group: Group | None, name: object) -> None:
         super().__init__()
+        self.name = name
         group = hybrid_group().get_model_parallel_group() if mp_group is None else mp_group
         self.model_parallel_group = group
         self.world_size, self.rank = group.ring.size, group.ring.rank
@@ -110,15 +112,16 @@ class VocabParallelEmbedding(_ParallelLayer):
             embedding_dim: Width of a row.
             weight_attr: Fills the weight in place. Default: ``torch.nn.init.xavier_uniform_``.
             mp_group: See the module.
-            name: Ignored.
+            name: Kept as an attribute, without effect.
 
         Raises:
             ShapeError: The group's size does not divide ``num_embeddings``.
             ArgumentError: There is no group, or ``weight_attr`` is not a function.
         """
-        super().__init__(mp_group)
+        super().__init__(mp_group, name)
         rows = self._part("num_embeddings", num_embeddings)
-        self.vocab_start_index, self.num_embeddings = self.rank * rows, num_embeddings
+        self.vocab_start_index = self.rank * rows
+        self.num_embeddings = self.origin_num_embeddings = num_embeddings
         self.weight = self._weight((rows, embedding_dim), weight_attr, 0)
 
     def forward(self, x: Tensor) -> Any:
@@ -149,16 +152,16 @@ class ColumnParallelLinear(_ParallelLayer):
             weight_attr: Fills the weight in place. Default: ``torch.nn.init.xavier_uniform_``.
             has_bias: True adds a bias of zeros.
             gather_output: True returns all outputs on every rank, False this rank's part.
-            fuse_matmul_bias: Ignored: torch adds the bias in the product.
+            fuse_matmul_bias: Kept, without effect: torch adds the bias in the product.
             mp_group: See the module.
-            name: Ignored.
+            name: Kept as an attribute, without effect.
 
         Raises:
             ShapeError: The group's size does not divide ``out_features``.
             ArgumentError: There is no group, or ``weight_attr`` is not a function.
         """
-        super().__init__(mp_group)
-        self.gather_output = gather_output
+        super().__init__(mp_group, name)
+        self.gather_output, self.fuse_matmul_bias = gather_output, fuse_matmul_bias
         self.output_size_per_partition = columns = self._part("out_features", out_features)
         self.weight = self._weight((in_features, columns), weight_attr, 1)
         self.bias = self._bias(columns, 0) if has_bias else None
@@ -192,16 +195,17 @@ class RowParallelLinear(_ParallelLayer):
             weight_attr: Fills the weight in place. Default: ``torch.nn.init.xavier_uniform_``.
             has_bias: True adds a bias of zeros, after the sum; it is whole on every rank.
             input_is_parallel: True takes this rank's part of the inputs, False all of them.
-            fuse_matmul_bias: Ignored: the bias is added once, after the sum.
+            fuse_matmul_bias: Kept, without effect: the bias is added once, after the sum.
             mp_group: See the module.
-            name: Ignored.
+            name: Kept as an attribute, without effect.
 
         Raises:
             ShapeError: The group's size does not divide ``in_features``.
             ArgumentError: There is no group, or ``weight_attr`` is not a function.
         """
-        super().__init__(mp_group)
-        self.input_is_parallel = input_is_parallel
+        super().__init__(mp_group, name)
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.fuse_matmul_bias = input_is_parallel, fuse_matmul_bias
         self.input_size_per_partition = rows = self._part("in_features", in_features)
         self.weight = self._weight((rows, out_features), weight_attr, 0)
         self.bias = self._bias(out_features) if has_bias else None
@@ -223,13 +227,13 @@ class ParallelCrossEntropy(_ParallelLayer):
 
         Args:
             mp_group: See the module.
-            name: Ignored.
+            name: Kept as an attribute, without effect.
             ignore_index: Label whose loss and gradient are 0.
 
         Raises:
             ArgumentError: There is no group.
         """
-        super().__init__(mp_group)
+        super().__init__(mp_group, name)
         self.ignore_index = ignore_index
 
     def forward(self, input: Tensor, label: Tensor) -> Any:

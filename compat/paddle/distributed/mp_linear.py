@@ -31,14 +31,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, name: object 
     return out if bias is None else out + bias
 
 
-def set_var_distributed(var: Tensor) -> None:
+def set_var_distributed(var: Tensor | None) -> None:
     """Mark a tensor as one that differs between tensor-parallel ranks.
 
     Args:
-        var: A weight; its ``is_distributed`` becomes True.
+        var: A weight; its ``is_distributed`` becomes True. Nothing happens for None.
     """
     marked: Any = var
-    marked.is_distributed = True
+    if var is not None:
+        marked.is_distributed = True
+
+
+_set_var_distributed = set_var_distributed
 
 
 def _parallel_linear(

@@ -14,11 +14,15 @@ from commlib.compat.paddle.distributed.mp_linear import (
     _linear,
     _parallel_embedding,
     _parallel_linear,
+    _set_var_distributed,
     set_var_distributed,
+)
+from commlib.compat.paddle.distributed.mp_losses import (
+    _c_softmax_with_cross_entropy,
+    _c_softmax_with_multi_label_cross_entropy,
 )
 from commlib.compat.paddle.distributed.reduce_op import ReduceOp
 from commlib.compat.paddle.distributed.weights import checked_part
-from commlib.compat.paddle.losses import c_softmax_with_cross_entropy
 from commlib.compat.paddle.tensor_parallel import (
     c_concat,
     c_embedding,
@@ -35,11 +39,13 @@ __all__ = [
     "_c_identity",
     "_c_lookup_table",
     "_c_softmax_with_cross_entropy",
+    "_c_softmax_with_multi_label_cross_entropy",
     "_c_split",
     "_linear",
     "_mp_allreduce",
     "_parallel_embedding",
     "_parallel_linear",
+    "_set_var_distributed",
     "set_var_distributed",
     "split",
 ]
@@ -132,44 +138,6 @@ def _c_lookup_table(
         name: Ignored.
     """
     return c_embedding(table, index, start_index, vocab_size)
-
-
-def _c_softmax_with_cross_entropy(
-    logits: Tensor,
-    label: Tensor,
-    group: Group | None = None,
-    return_softmax: bool = False,
-    ignore_index: int = -100,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Return the cross-entropy of labels over the classes of all ranks.
-
-    Args:
-        logits: [..., D], the classes of this rank.
-        label: [...] or [..., 1] class ids.
-        group: Default: the group of all ranks.
-        return_softmax: True also returns the softmax, [..., D] without a gradient.
-        ignore_index: Label whose loss and gradient are 0.
-
-    Returns:
-        The loss, [..., 1]; or the loss and the softmax.
-
-    Raises:
-        ShapeError: ``label`` has another number of dims.
-    """
-    name = "_c_softmax_with_cross_entropy"
-    ring = member_ring(name, group)
-    if ring is None:
-        return None
-    if label.dim() not in (logits.dim() - 1, logits.dim()):
-        raise ShapeError(
-            f"{ring._describe(name)}: label has shape {tuple(label.shape)} with logits of shape "
-            f"{tuple(logits.shape)}; expected one dim less, or a last dim of 1"
-        )
-    label = label if label.dim() == logits.dim() else label.unsqueeze(-1)
-    softmax, loss = c_softmax_with_cross_entropy(
-        logits, label, ignore_index, ring.ring_id, ring.rank, ring.size
-    )
-    return (loss, softmax) if return_softmax else loss
 
 
 def split(
