@@ -9,6 +9,7 @@ import torch
 from commlib.compat.paddle.checks import detached, ring_of, tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.registered.library import needs_op
+from commlib.streams import capturing
 
 Tensor = torch.Tensor
 Operator = Callable[..., Any]
@@ -63,8 +64,12 @@ def call_with_outputs(
 
 
 def _on_stream_of_call(name: str, x: Tensor, attributes: dict[str, Any]) -> Any:
-    """Return the stream that a call runs on, as a context; a raw call has the comm stream."""
-    raw = x.is_cuda and not attributes.get("use_calc_stream", False) and not needs_op(x)
+    """Return the stream that a call runs on, as a context; a raw call has the comm stream.
+
+    Calls in compiled code and captures are ordered after the current stream.
+    """
+    raw = x.is_cuda and not attributes.get("use_calc_stream", False)
+    raw = raw and not needs_op(x) and not capturing()
     stream = ring_of(name, attributes.get("ring_id", 0)).stream if raw else None
     if stream is None:
         return nullcontext()
