@@ -17,7 +17,7 @@ from tests.support.operator import compile_whole
 from tests.support.runs_on import runs_on
 
 
-@pytest.mark.parametrize("name", ["assign_pos", "limit_by_capacity", "prune_gate_by_capacity"])
+@pytest.mark.parametrize("name", ["limit_by_capacity", "prune_gate_by_capacity"])
 def test_legacy_names_are_the_same_functions(name: str) -> None:
     assert getattr(paddle, name) is getattr(ops, name)
 
