@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
 from tests.support.launchers import on_gpus
 from tests.support.operator import calls
 from tests.support.processes import ROOT, run
-from tests.support.ranks import NewRanks
+from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
@@ -199,6 +200,32 @@ class Branching(torch.nn.Module):
             (x,),
         )
         return found
+
+
+class InContext(torch.nn.Module):
+    """A sum inside a context, which torch exports as a graph inside of the graph."""
+
+    def __init__(self, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self._context = context
+        self.weight = torch.nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        with self._context():
+            z: torch.Tensor = ops.all_reduce(y)
+        return y + z
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, partial(torch.autocast, "cpu")])
+def test_contexts_are_no_branches(context: Callable[[], Any], unified_ranks: Ranks) -> None:
+    unified_ranks(rings_of_branches, context)
+
+
+def rings_of_branches(ring: Any, context: Callable[[], Any]) -> None:
+    program = torch.export.export(InContext(context), (torch.ones(3, 3),))
+    assert_equal([*export.rings.in_branches(program)], [], "collectives in branches")
+    assert_equal(export.rings.describe(program), f'{{"0": {[*ring.ranks]}}}', "all collectives")
 
 
 @runs_on("cpu_ranks")

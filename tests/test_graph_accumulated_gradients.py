@@ -223,3 +223,21 @@ def test_ddp(comm: Any) -> None:
                 go_back(model, 2 * turn + 1 + comm.rank, comm.device)
             same_grads(eager, own, f"turn {turn}")
         captured.reset()
+
+
+@runs_on("unified_ranks")
+def test_grads_that_no_kernel_may_write(comm: Any) -> None:
+    """Lazy negatives, and memory that two share, are left to torch: it adds one after the other."""
+    eager, own, captured = pair(comm.device, verify=False)
+    for turn in range(STEPS):
+        for model in (eager, own):
+            first, bias, second, last = model.parameters()
+            memory = torch.zeros(WIDTH * WIDTH + WIDTH, device=comm.device)
+            first.grad = torch._neg_view(torch.ones_like(first))
+            second.grad = memory[: WIDTH * WIDTH].view(WIDTH, WIDTH)
+            last.grad, bias.grad = memory[3 : 3 + WIDTH], memory[-WIDTH:]
+        for call in (eager, captured):
+            go_back(call, turn, comm.device)
+        for one, other in zip(eager.parameters(), own.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(other.grad, one.grad, msg=f"turn {turn}")

@@ -149,6 +149,43 @@ def views_of_results(comm: Any) -> None:
         alike(program, f"views of results, {options}")
 
 
+class Marked(torch.Tensor):
+    """A tensor with another type."""
+
+
+def other_views_of_results(comm: Any) -> None:
+    """Detached ones share memory; tensors with gaps, and other types, are what they are."""
+
+    def detached(x: torch.Tensor) -> Any:
+        y = x * 2
+        return y.detach()[1:], y, y.detach(), y.t()
+
+    def with_gaps(x: torch.Tensor) -> Any:
+        y = torch.zeros(10, device=x.device).copy_(x)
+        return y[::3][:2].unsqueeze(1).expand(2, 2), y[1:3], y[::2], y[2:6:2]
+
+    def marked(x: torch.Tensor) -> Any:
+        y = x * 2
+        return y, y[0].as_subclass(Marked)
+
+    def program(captured: Callable[..., Any]) -> list[Any]:
+        found: list[Any] = []
+        for options in ({}, {"outputs": "copy"}):
+            calls = [captured(fn, **options) for fn in (detached, with_gaps, marked)]
+            for turn in range(4):
+                x = torch.full((2, 2), float(turn + 1), device=comm.device).requires_grad_()
+                tail, whole, same, turned = calls[0](x)
+                tail[0, 0] = -1
+                found += [part.detach().clone() for part in (whole, same, turned)]
+                found += [part.requires_grad for part in (tail, whole, same, turned)]
+                parts = calls[1](torch.arange(10.0, device=comm.device) + turn)
+                found += [part.clone() for part in parts]
+        found += [type(part).__name__ for part in captured(marked, outputs="copy")(x.detach())]
+        return found
+
+    alike(program, "other views of results")
+
+
 def same_twice(comm: Any) -> None:
     """What is returned twice is one tensor."""
 
@@ -413,6 +450,7 @@ CASES = (
     views,
     gradients_of_views,
     views_of_results,
+    other_views_of_results,
     same_twice,
     autocast,
     hooks,

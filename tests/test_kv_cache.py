@@ -125,3 +125,32 @@ def test_what_an_earlier_sequence_left(ring: Any, length: int, dtype: torch.dtyp
         decoder(prompt, cache, 0)
         found.append(decoder(x, cache, 3))
     assert_bits_equal(found[1], found[0], "after NaN")
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@runs_on("unified_ranks")
+def test_a_mask_over_later_positions(ring: Any, kind: str) -> None:
+    """A cache that is used as a ring buffer: the mask says what a new token sees."""
+    decoder = Decoder(ring, torch.float32)
+    tokens = decoder.drawn(PAGE * PAGES + 1, SEQUENCES, 1, CONFIG.hidden)
+    mask = torch.ones(1, 1, 1, PAGE * PAGES, dtype=torch.bool, device=ring.device)
+    mask[..., 3] = False
+
+    def step(turn: int, at: int, hidden: Tensor, cache: ContiguousCache) -> Tensor:
+        seen = hidden if kind == "bool" else torch.zeros_like(hidden, dtype=torch.float32)
+        seen = seen if kind == "bool" else seen.masked_fill(~hidden, -torch.inf)
+        return decoder(tokens[turn], cache, positions(ring, at, at), attn_mask=seen)
+
+    ring_buffer, other = decoder.contiguous(), decoder.contiguous()
+    for turn in range(PAGE * PAGES):
+        for cache in (ring_buffer, other):
+            decoder(tokens[turn], cache, positions(ring, turn, turn))
+    found = step(PAGE * PAGES, 0, mask, ring_buffer)
+    # The same keys at the same places, with the newest token written last.
+    for memory, filled in zip(
+        (*ring_buffer.keys, *ring_buffer.values), (*other.keys, *other.values), strict=True
+    ):
+        filled.copy_(memory)
+        filled[:, -1], filled[:, 0] = memory[:, 0], memory[:, -1]
+    want = step(PAGE * PAGES, PAGE * PAGES - 1, mask, other)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)

@@ -88,7 +88,7 @@ def aoti_load_package(
 
 def _check_branches(program: torch.export.ExportedProgram) -> None:
     """Reject a collective in a branch or a loop, which torch can't lower for AOTInductor."""
-    for number in rings.in_parts(program):
+    for number in rings.in_branches(program):
         raise ArgumentError(
             f"aoti_compile_and_package: the program calls a collective of ring {number} in a "
             f"branch of torch.cond or in a loop; expected collectives outside of these; call it in "

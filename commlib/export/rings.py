@@ -9,6 +9,7 @@ import torch
 from commlib.core.manager import comm
 from commlib.errors import ArgumentError, RingError
 
+_BRANCHING = ("associative_scan", "cond", "map", "map_impl", "scan", "while_loop")
 Members = Mapping[int, Sequence[int]]  # global ranks by ring id, in the order of the ring
 
 
@@ -18,7 +19,7 @@ def describe(program: torch.export.ExportedProgram) -> str:
     Raises:
         RingError: The program calls a ring that does not exist on this rank.
     """
-    numbers = sorted({number for _, number in _ring_ids(program)})
+    numbers = sorted(set(_ring_ids(program.graph_module)))
     return json.dumps({number: list(comm(number).ranks) for number in numbers})
 
 
@@ -66,17 +67,28 @@ def check(file: object, recorded: Members, ranks: Members | None) -> None:
             )
 
 
-def in_parts(program: torch.export.ExportedProgram) -> Iterator[int]:
-    """Yield the ring of each registered op in branches and loops."""
-    return (number for name, number in _ring_ids(program) if name)
+def in_branches(program: torch.export.ExportedProgram) -> Iterator[int]:
+    """Yield the ring of each registered op in branches of ``torch.cond`` and in loops."""
+    for part in list(_modules(program)):
+        for node in part.graph.nodes:
+            if getattr(node.target, "__name__", "") in _BRANCHING:
+                names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
+                for inner in map(part.get_submodule, names):
+                    yield from _ring_ids(inner)
 
 
-def _ring_ids(program: torch.export.ExportedProgram) -> Iterator[tuple[str, int]]:
-    """Yield the name of the branch or loop, "" outside, and the ring of each registered op."""
-    for name, module in program.graph_module.named_modules():
+def _modules(program: torch.export.ExportedProgram) -> Iterator[torch.fx.GraphModule]:
+    """Yield the graphs of a program, those of branches, loops and contexts included."""
+    modules = program.graph_module.modules()
+    return (x for x in modules if isinstance(x, torch.fx.GraphModule))
+
+
+def _ring_ids(program: torch.nn.Module) -> Iterator[int]:
+    """Yield the ring of each registered op, also of those in branches and loops."""
+    for module in program.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                yield from ((name, number) for number in _ring_id(node))
+                yield from _ring_id(node)
 
 
 def _ring_id(node: Any) -> Iterator[int]:

@@ -74,7 +74,8 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
             gradients: "copy" returns fresh tensors from backwards. "borrow" returns memory of the
                 graph on GPUs: zero_grad() before the next forward, else a use of it raises.
                 "accumulate" adds those of weights to a ``.grad`` that is there, all by one kernel,
-                where torch would do no more than that; else as "copy".
+                where torch would do no more than that; else as "copy". Hooks before the nodes
+                of weights get None then.
             agree: Number of a ring whose ranks compare their keys at every call; this blocks the
                 host. It is for keys that come from a rank's own data.
             on_fail: "raise", or "eager" to run calls that can't be captured eagerly;

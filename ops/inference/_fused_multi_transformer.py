@@ -69,7 +69,8 @@ def fused_multi_transformer(
         final_norm_bias: [hidden], for norm="layer".
         check_positions: Read ``start`` and the page table to check them: the host waits for a GPU.
             Captured and compiled calls never do. Without the check, a sequence with a position out
-            of range or without a page is NaN. Out of range, its last position is overwritten.
+            of range is NaN, and its last position is overwritten. One that has pages, but none for
+            a position, is NaN too. Rows of sequences without pages are undefined.
         use_calc_stream: As in ``all_reduce_residual_norm``.
 
     Returns:

@@ -19,8 +19,8 @@ class Attention:
     ``places`` are the two indices of the new tokens in the cache. ``begins``: the sequences begin
     with this call, and the new tokens suffice. ``bias`` is added to the scores: [B, heads or 1, S,
     capacity], or with ``begins`` [B, heads or 1, S, S]. None: causal attention of new tokens.
-    ``later`` [B, capacity, 1, 1] are positions after the new tokens: what is there may be NaN, and
-    NaN times 0 is NaN. None: it is finite.
+    ``later`` [B, capacity, 1, 1] are positions after the new tokens that none of them sees: what is
+    there may be NaN, and NaN times 0 is NaN. None: it is finite.
     """
 
     cache: KVCache
@@ -78,7 +78,11 @@ def prepare(
         bias = _masked(mask, x, None if begins else cache.capacity)
     elif not begins:
         bias = _bias(positions, cache.capacity, x.dtype)
-    later = _later(positions[:, -1], cache.capacity)[:, :, None, None] if kernels else None
+    later = None
+    if kernels and not begins:
+        later = _later(positions[:, -1], cache.capacity)
+        later = later if mask is None else later & ~_seen_by(mask, cache.capacity)
+        later = later[:, :, None, None]
     return Attention(cache, head_dim, cache.places(positions), turned, bias, begins, later)
 
 
@@ -96,6 +100,12 @@ def _masked(mask: Tensor, x: Tensor, capacity: int | None) -> Tensor:
     if capacity is None:
         return bias
     return F.pad(bias, (0, capacity - mask.shape[-1]), value=-torch.inf)
+
+
+def _seen_by(mask: Tensor, capacity: int) -> Tensor:
+    """Return which positions of the cache a mask lets a token see: [sequences or 1, capacity]."""
+    seen = mask if mask.dtype is torch.bool else mask > -torch.inf
+    return F.pad(seen.any(2).any(1), (0, capacity - mask.shape[-1]))
 
 
 def _bias(positions: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:

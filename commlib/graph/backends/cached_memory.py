@@ -1,16 +1,16 @@
 """Memory that torch keeps for streams of a captured function's runs, given back to the GPU."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
 
 from commlib.streams import capturing
 
-Lock = AbstractContextManager[Any]  # held while a graph is captured
+Lock: TypeAlias = Any  # a ``threading.RLock``, held while a graph is captured
 
 
 @contextmanager
@@ -21,7 +21,8 @@ def trimmed(device: torch.device, lock: Lock) -> Iterator[None]:
         yield
     finally:
         if torch.cuda.memory_reserved(device) > before:
-            _give_back(lock)
+            with lock:
+                torch.cuda.empty_cache()
 
 
 def trim_after_backward(outs: Sequence[torch.Tensor], lock: Lock) -> None:
@@ -44,6 +45,9 @@ def trim_after_backward(outs: Sequence[torch.Tensor], lock: Lock) -> None:
 
 
 def _give_back(lock: Lock) -> None:
-    if not capturing():
-        with lock:
+    """Give it back, unless another thread holds the lock: it may wait for this backward."""
+    if not capturing() and lock.acquire(blocking=False):
+        try:
             torch.cuda.empty_cache()
+        finally:
+            lock.release()

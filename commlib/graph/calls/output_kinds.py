@@ -44,9 +44,11 @@ class PartOf:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # from that tensor's first element on
+    detached: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it of the tensor that this call has there."""
+        tensor = tensor.detach() if self.detached else tensor
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from commlib.core.tensors import is_wrapper
 from commlib.graph.calls.output_kinds import PartOf
 from commlib.graph.calls.outputs import is_plain_view, source_of
 
@@ -19,44 +18,52 @@ def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[in
     sharing = dict[int, list[int]]()  # places by memory; what is returned twice has one
     seen = set[int]()
     for i, x in enumerate(leaves):
-        plain = isinstance(x, torch.Tensor) and x.layout is torch.strided and not is_wrapper(x)
-        if plain and id(x) not in seen:
+        if type(x) is torch.Tensor and x.layout is torch.strided and id(x) not in seen:
             sharing.setdefault(x.untyped_storage()._cdata, []).append(i)
             seen.add(id(x))
     found = dict[int, PartOf]()
     for places in sharing.values():
         if len(places) > 1 and source_of(leaves[places[0]], given) is None:
+            # A part is made of a tensor that is none itself: such ones come first.
+            places.sort(key=lambda i: (not leaves[i].requires_grad, -_length(leaves[i]), i))
+            wholes: list[int] = []
             for i in places:
-                part = _part_of(i, {j: leaves[j] for j in places})
-                found |= {} if part is None else {id(leaves[i]): part}
+                part = _part_of(leaves[i], {j: leaves[j] for j in wholes})
+                if part is None:
+                    wholes.append(i)
+                else:
+                    found[id(leaves[i])] = part
     return found
 
 
-def _part_of(i: int, sharing: dict[int, torch.Tensor]) -> PartOf | None:
-    """Return a tensor as a view of the largest one that it can be a view of, if any.
+def _part_of(leaf: torch.Tensor, wholes: dict[int, torch.Tensor]) -> PartOf | None:
+    """Return a tensor as a view of the first one that it can be a view of, if any.
 
     With gradients that is what it was made from; without, what has all of its memory.
     """
-    leaf, sizes = sharing[i], dict[int, int]()
-    first, last = _span(leaf)
-    for j, x in sharing.items():
-        start, end = _span(x)
-        whole = start <= first and last <= end and x.numel() == end - start
-        if leaf.requires_grad:
-            possible = x is leaf._base and x.grad_fn is not None
-        else:
-            possible = end - start > last - first or j < i
-        if j != i and whole and possible and x.requires_grad == leaf.requires_grad:
-            sizes[j] = end - start
-    for j in sorted(sizes, key=lambda j: (-sizes[j], j)):
-        if is_plain_view(leaf, sharing[j]):
-            offset = int(leaf.storage_offset() - sharing[j].storage_offset())
-            return PartOf(j, leaf.size(), leaf.stride(), offset)
+    start, end = leaf.storage_offset(), leaf.storage_offset() + _length(leaf)
+    for i, x in wholes.items():
+        first, last = x.storage_offset(), x.storage_offset() + _length(x)
+        is_made = x is leaf._base if leaf.requires_grad else True
+        covers = first <= start and end <= last and _is_dense(x)
+        made_here = x.grad_fn is not None or not x.requires_grad
+        if is_made and covers and made_here and is_plain_view(leaf, x):
+            detached = x.requires_grad and not leaf.requires_grad
+            return PartOf(i, leaf.size(), leaf.stride(), int(start - first), detached)
     return None
 
 
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    """Return the range of its elements in the memory."""
-    start = int(x.storage_offset())
+def _length(x: torch.Tensor) -> int:
+    """Return how many elements of the memory it spans."""
     steps = zip(x.size(), x.stride(), strict=True)
-    return start, start + sum((n - 1) * step for n, step in steps) + 1 if x.numel() else start
+    return 1 + sum((n - 1) * step for n, step in steps) if x.numel() else 0
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Return True if it has each element that it spans once; without an operator of torch."""
+    expected = 1
+    for step, n in sorted(zip(x.stride(), x.size(), strict=True)):
+        if n != 1 and step != expected:
+            return False
+        expected *= n
+    return True

@@ -1,7 +1,8 @@
 """gradients="accumulate": the weights to whose `.grad` a backward adds its gradients itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ class GradSums:
     """Finds weights whose gradients may be added by one kernel for all.
 
     Torch has an autograd node for each weight, which adds a fresh tensor to ``.grad``. The kernel
-    takes that over where nothing else would see the tensor: no hook of the weight gets it. The node
-    is still called, without a gradient, and so are the hooks after it. It must belong to one of the
-    two streams that a backward is ordered with: it adds what the weight gets in other ways.
+    takes that over where no hook of the weight would see the tensor. The node is still called,
+    without a gradient, and so are the hooks before and after it, which torch does not show. It must
+    belong to one of the two streams that a backward is ordered with: it adds what the weight gets
+    in other ways.
     """
 
     def __init__(
@@ -58,14 +60,25 @@ class GradSums:
             and _only_adds(weight, grad)
             and will_run(edges[i][0])
         }
-        return found if len({*map(id, found.values())}) == len(found) else {}
+        return found if _are_apart(found.values()) else {}
 
 
 def _only_adds(weight: Any, grad: torch.Tensor) -> bool:
     """Return True if torch would add another gradient in place, and show it to no hook."""
-    plain = type(grad) is torch.Tensor and grad.layout is torch.strided
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.requires_grad:
+        return False
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return plain and not hooks and grad.dtype is weight.dtype and not grad.requires_grad
+    plain = grad.dtype is weight.dtype and not (grad.is_conj() or grad.is_neg())
+    dense = grad.is_contiguous() or (
+        grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
+    )
+    return plain and dense and not hooks
+
+
+def _are_apart(grads: Iterable[torch.Tensor]) -> bool:
+    """Return True for dense tensors of which no two share memory: one kernel writes to all."""
+    spans = sorted((grad.data_ptr(), grad.nbytes) for grad in grads)
+    return all(first + size <= then for (first, size), (then, _) in pairwise(spans))
 
 
 NO_SUMS = GradSums((), (), None)
