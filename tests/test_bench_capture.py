@@ -155,4 +155,4 @@ def test_on_gpus(nproc: int, tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     text = file.read_text()
     assert f"`commlib bench capture --nproc {nproc} --rounds 1`" in text
-    assert text.count(" target at most ") == 6
+    assert text.count(" target at most ") == len(capture.GOALS)

