@@ -187,7 +187,14 @@ class PagedCache:
         return rows.gather(1, positions // self.page_size), positions % self.page_size
 
     def lacks(self, positions: Tensor) -> Tensor:
-        """Return where a sequence that has pages has none for a position: bools [B, S]."""
+        """Return where a sequence that has pages has none for a position.
+
+        Args:
+            positions: [B, S], inside of the capacity.
+
+        Returns:
+            Bools [B, S].
+        """
         rows = self.table[: positions.shape[0]].long()
         found = rows.gather(1, positions // self.page_size)
         return ~self._is_page(found) & self._is_page(rows[:, :1])
