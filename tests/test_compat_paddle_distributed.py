@@ -13,6 +13,7 @@ import commlib
 import commlib.compat.paddle.distributed as dist
 from commlib.compat import paddle
 from commlib.compat.paddle.distributed import fleet, mp_ops, pp_utils, stream
+from commlib.compat.paddle.distributed.process_group import _FUNCTIONS, ProcessGroup
 from commlib.errors import ArgumentError, DeviceError, PeerError, RingError
 from tests.support.checks import assert_equal, raises
 from tests.support.paddle_groups import FIRST_ID, own_groups
@@ -185,7 +186,20 @@ def test_reductions_have_the_legacy_numbers() -> None:
     [
         (dist, "all_reduc", "did you mean 'all_reduce'?"),
         (dist, "spawn", "start programs with torchrun"),
-        (dist, "xyz", "docs/paddle.md"),
+        (dist, "xyz", "commlib does not have it; docs/paddle.md lists the names that exist"),
+        (dist, "send_object_list", "call send for each tensor, or broadcast_object_list"),
+        (dist, "recv_object_list", "call recv for each tensor, or broadcast_object_list"),
+        (dist, "shutdown_process_group", "call destroy_process_group"),
+        (dist, "restart_process_group", "call group.ring.resume()"),
+        (dist, "Shard", "use torch.distributed.tensor"),
+        (dist, "set_mesh", "use torch.distributed.tensor"),
+        (dist, "parallelize", "use torch.distributed.tensor.parallel"),
+        (fleet, "rank", "call worker_index"),
+        (fleet, "local_rank", "LOCAL_RANK"),
+        (fleet, "node_num", "LOCAL_WORLD_SIZE"),
+        (fleet, "is_worker", "every process is a worker"),
+        (fleet, "util", "call all_reduce, all_gather_object or barrier"),
+        (fleet, "server_endpoints", "parameter servers are out of scope"),
         (fleet, "init_server", "parameter servers are out of scope"),
         (fleet, "worker_indx", "did you mean 'worker_index'?"),
         (fleet.meta_parallel, "RowParallelLiner", "did you mean 'RowParallelLinear'?"),
@@ -207,6 +221,29 @@ def test_unknown_names(module: Any, name: str, words: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'") as caught:
         getattr(module, name)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("all_reduce", "call all_reduce(..., group=group) of paddle.distributed; roots and peers"),
+        ("allgather", "call all_gather(..., group=group)"),
+        ("all_to_all_single", "call alltoall_single(..., group=group)"),
+        ("send_on_calc_stream", "call stream.send(..., group=group, use_calc_stream=True)"),
+        ("xyz", "the functions of paddle.distributed take group=group"),
+    ],
+)
+def test_methods_of_a_process_group(name: str, words: str) -> None:
+    """Methods that upstream's process group has in addition to those for slices."""
+    process_group: Any = object.__new__(ProcessGroup)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'") as caught:
+        getattr(process_group, name)
+    assert words in str(caught.value)
+
+
+def test_functions_for_methods_of_a_process_group() -> None:
+    for name in set(_FUNCTIONS.values()):
+        assert name in dist.__all__ and name in dist.stream.__all__
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_names_of_a_path(path: str) -> None:
     for step in path.split("."):
         parent = getattr(parent, step)
     assert parent is module or callable(parent)  # a function has the module's name
-    with pytest.raises(AttributeError, match="no attribute 'zzz'; it is not an operator"):
+    with pytest.raises(AttributeError, match="no attribute 'zzz'; commlib does not have it"):
         _ = module.zzz
 
 

@@ -1,6 +1,6 @@
 """A group's ring with the methods that legacy pipelines call: slices of tensors."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,22 @@ from commlib.compat.paddle.distributed.tasks import Task
 from commlib.core.context import CommContext
 
 Tensor = torch.Tensor
+_ON_CALC_STREAM = "_on_calc_stream"
+# Methods of upstream's process groups, and the functions of ``paddle.distributed`` for them.
+_FUNCTIONS = {
+    **{name: name for name in ("all_gather", "all_reduce", "alltoall", "alltoall_single")},
+    **{name: name for name in ("broadcast", "gather", "recv", "reduce", "reduce_scatter")},
+    **{name: name for name in ("scatter", "send")},
+    "all_gather_into_tensor": "all_gather",
+    "all_to_all": "alltoall",
+    "all_to_all_single": "alltoall_single",
+    "all_to_all_tensor": "alltoall",
+    "allgather": "all_gather",
+    "allreduce": "all_reduce",
+    "gather_tensor": "gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "scatter_tensor": "scatter",
+}
 
 
 class ProcessGroup:
@@ -92,3 +108,20 @@ class ProcessGroup:
     def _gather(self, out: Tensor, x: Tensor, num: int, id: int, **mode: Any) -> Task:
         ring_of_rank("all_gather_partial", self.ring.ring_id, num, id)
         return Task(ops.partial_all_gather(detached(x), self.ring, out=detached(out), **mode))
+
+    if not TYPE_CHECKING:  # a checker would take any name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse an unknown name, with the function of ``paddle.distributed`` for it."""
+            function = _FUNCTIONS.get(name.removesuffix(_ON_CALC_STREAM))
+            reason = "its methods move slices; the functions of paddle.distributed take group=group"
+            if function is not None:
+                call = f"{function}(..., group=group)"
+                if name.endswith(_ON_CALC_STREAM):
+                    call = f"stream.{function}(..., group=group, use_calc_stream=True)"
+                reason = (
+                    f"call {call} of paddle.distributed; roots and peers there are global ranks"
+                )
+            raise AttributeError(
+                f"group.process_group has no attribute {name!r}; {reason}", name=name, obj=self
+            )
