@@ -22,7 +22,24 @@ IMPORTS = {
     "fleet.layers.mpu.mp_layers": ["ColumnParallelLinear", "VocabParallelEmbedding"],
     "fleet.layers.mpu": ["mp_ops", "RowParallelLinear", "get_rng_state_tracker"],
     "fleet.base.topology": ["CommunicateTopology", "HybridCommunicateGroup", "ParallelMode"],
+    "communication.all_reduce": ["ReduceOp", "all_reduce"],
+    "communication.all_to_all": ["alltoall", "alltoall_single"],
+    "communication.gather": ["gather"],
+    "communication.recv": ["irecv", "recv"],
+    "communication.reduce_scatter": ["ReduceOp", "reduce_scatter"],
+    "communication.scatter": ["scatter", "scatter_object_list"],
+    "communication.send": ["isend", "send"],
     "communication.stream": ["all_reduce", "alltoall_single"],
+    "communication.stream.all_gather": ["all_gather"],
+    "communication.stream.all_reduce": ["ReduceOp", "all_reduce"],
+    "communication.stream.all_to_all": ["alltoall", "alltoall_single"],
+    "communication.stream.broadcast": ["broadcast"],
+    "communication.stream.gather": ["gather"],
+    "communication.stream.recv": ["recv"],
+    "communication.stream.reduce": ["ReduceOp", "reduce"],
+    "communication.stream.reduce_scatter": ["ReduceOp", "reduce_scatter"],
+    "communication.stream.scatter": ["scatter"],
+    "communication.stream.send": ["send"],
     "communication.group": ["Group", "get_group", "wait"],
     "communication.reduce": ["ReduceOp", "reduce"],
     "collective": ["Group", "new_group", "all_gather", "split"],
@@ -50,6 +67,13 @@ def test_names_of_a_path(path: str) -> None:
 def test_the_same_objects() -> None:
     deep = importlib.import_module(f"{ROOT}.fleet.layers.mpu.mp_ops")
     assert deep._c_identity is mp_ops._c_identity
+    communication: Any = importlib.import_module(f"{ROOT}.communication")
+    for name in ("all_reduce", "gather", "scatter", "send"):
+        plain = importlib.import_module(f"{ROOT}.communication.{name}")
+        of_stream = importlib.import_module(f"{ROOT}.communication.stream.{name}")
+        assert getattr(plain, name) is getattr(dist, name)
+        assert getattr(of_stream, name) is getattr(dist.stream, name)
+        assert getattr(communication, name) is getattr(dist, name)
 
 
 def test_every_path_in_a_new_process() -> None:

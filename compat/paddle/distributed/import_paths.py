@@ -33,6 +33,7 @@ from commlib.compat.paddle.distributed.fleet import (
     strategy,
     training,
 )
+from commlib.compat.paddle.distributed.stream import copies, exchanges, reductions
 from commlib.compat.paddle.unported import unported
 
 ROOT = "commlib.compat.paddle.distributed"
@@ -44,12 +45,28 @@ PATHS: dict[str, tuple[ModuleType, ...]] = {
     "collective": (*_COLLECTIVE, mp_ops),
     "communication": _COLLECTIVE,
     "communication.all_gather": (collectives, objects),
-    "communication.all_reduce": (collectives,),
+    "communication.all_reduce": (collectives, reduce_op),
+    "communication.all_to_all": (collectives,),
     "communication.batch_isend_irecv": (point_to_point,),
     "communication.broadcast": (collectives, objects),
+    "communication.gather": (collectives,),
     "communication.group": (groups, waits),
+    "communication.recv": (collectives, point_to_point),
     "communication.reduce": (collectives, reduce_op),
+    "communication.reduce_scatter": (collectives, reduce_op),
+    "communication.scatter": (collectives, objects),
+    "communication.send": (collectives, point_to_point),
     "communication.stream": (stream,),
+    "communication.stream.all_gather": (copies,),
+    "communication.stream.all_reduce": (reductions, reduce_op),
+    "communication.stream.all_to_all": (exchanges,),
+    "communication.stream.broadcast": (copies,),
+    "communication.stream.gather": (copies,),
+    "communication.stream.recv": (exchanges,),
+    "communication.stream.reduce": (reductions, reduce_op),
+    "communication.stream.reduce_scatter": (reductions, reduce_op),
+    "communication.stream.scatter": (copies,),
+    "communication.stream.send": (exchanges,),
     "fleet.base": (),
     "fleet.base.distributed_strategy": (strategy,),
     "fleet.base.topology": (topology, hybrid_group, environment),
