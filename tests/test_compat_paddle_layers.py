@@ -231,6 +231,11 @@ def test_one_buffer_for_several_tensors() -> None:
         x, torch.float32, set_constant=True, constant=2.0, use_align=False
     )
     assert_equal(fused.tolist(), [2.0] * 78)
+    options = {"copy_data": True, "set_constant": True, "constant": 2.0}
+    views, fused = paddle.coalesce_tensor(x, torch.float32, **options)
+    for view, one in zip(views, x, strict=True):
+        assert_bits_equal(view, one, "a copy instead of the constant")
+    assert_equal(fused[12:64].tolist(), [0.0] * 52, "a gap")
     views, fused = paddle.coalesce_tensor(
         x, torch.float32, align_size=8, concated_shapes=[12, 5, 13, 1], concated_ranks=[1, 2, 1]
     )
@@ -242,8 +247,6 @@ def test_buffers_that_are_refused() -> None:
     x = [torch.ones(2), torch.ones(3)]
     with raises(ArgumentError, "input is empty"):
         paddle.coalesce_tensor([], torch.float32)
-    with raises(ArgumentError, "copy_data=True and set_constant=True"):
-        paddle.coalesce_tensor(x, torch.float32, True, True)
     with raises(DtypeError, "float32", "dtype=torch.float64"):
         paddle.coalesce_tensor(x, torch.float64)
     with raises(ArgumentError, "align_size=6", "4 bytes"):

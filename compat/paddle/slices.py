@@ -105,7 +105,7 @@ def coalesce_tensor(
         input: Tensors of ``dtype`` on one device.
         dtype: Their dtype: of torch, its name, or Paddle's code (5 is float32).
         copy_data: True copies the tensors into the buffer.
-        set_constant: True fills the buffer with ``constant``.
+        set_constant: True fills the buffer with ``constant``, unless ``copy_data`` is True.
         persist_output: Ignored: views keep the buffer alive.
         constant: The value for ``set_constant``.
         use_align: True begins each view at a multiple of ``align_size`` bytes.
@@ -118,20 +118,20 @@ def coalesce_tensor(
         One view per tensor, and the 1-D buffer. What neither option writes is 0.
 
     Raises:
-        ArgumentError: ``input`` is empty, ``copy_data`` and ``set_constant`` are both True, or
-            ``align_size`` is not a multiple of the size of ``dtype``.
+        ArgumentError: ``input`` is empty, or ``align_size`` is not a multiple of the size of
+            ``dtype``.
         DtypeError: ``dtype`` is unknown, or a tensor has another one.
         ShapeError: ``concated_shapes`` and ``concated_ranks`` do not fit ``input``.
     """
     dtype = dtype_of("coalesce_tensor", dtype)
-    _check_coalesced(input, dtype, copy_data, set_constant)
+    _check_coalesced(input, dtype)
     shapes = _shapes(input, concated_shapes, concated_ranks)
     step = _elements_of_alignment(dtype, align_size) if use_align else 1
     starts, end = [], 0
     for shape in shapes:
         starts.append(end)
         end += -(-shape.numel() // step) * step
-    value = constant if set_constant else 0
+    value = constant if set_constant and not copy_data else 0
     fused = torch.full((end,), value, dtype=dtype, device=input[0].device)
     views = [
         fused[start : start + shape.numel()].view(shape)
@@ -143,15 +143,9 @@ def coalesce_tensor(
     return views, fused
 
 
-def _check_coalesced(
-    tensors: Sequence[Tensor], dtype: torch.dtype, copy_data: bool, set_constant: bool
-) -> None:
+def _check_coalesced(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     if not tensors:
         raise ArgumentError("coalesce_tensor: input is empty; expected one tensor or more")
-    if copy_data and set_constant:
-        raise ArgumentError(
-            "coalesce_tensor: copy_data=True and set_constant=True; expected at most one of them"
-        )
     wrong = [str(each.dtype) for each in tensors if each.dtype != dtype]
     if wrong:
         raise DtypeError(f"coalesce_tensor: a tensor is {wrong[0]}; expected dtype={dtype}")
