@@ -9,6 +9,7 @@ import torch
 import commlib
 from commlib import ops
 from commlib.compat import paddle
+from commlib.compat.paddle.distributed import mp_ops
 from commlib.errors import ArgumentError, RingError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.class_shards import drawn, labels, own
@@ -135,3 +136,19 @@ def test_one_rank(comm: Any) -> None:
     assert softmax is not None
     softmax, _ = paddle.c_softmax_with_cross_entropy(x, label, ring_id=ring.ring_id)
     assert_bits_equal(softmax.sum(1), torch.ones(5).double(), "softmax", atol=1e-12)
+
+
+@runs_on("ranks")
+def test_numbers_of_labels(ring: Any) -> None:
+    """A row has one label or more, at most as many as there are classes on all ranks."""
+    logits, device = torch.zeros(3, 2, device=ring.device), ring.device
+    for count in (0, 5):
+        ids = torch.zeros(3, count, dtype=torch.int64, device=device)
+        with raises(ArgumentError, f"label has {count} labels per row", "1 to 4"):
+            mp_ops._c_softmax_with_cross_entropy(logits, ids)
+        with raises(ArgumentError, f"label has {count} labels per row", "1 to 4"):
+            mp_ops._c_softmax_with_multi_label_cross_entropy(logits, ids, ids.float())
+    weights = torch.full((3, 4), 0.25, device=device)
+    ids = torch.arange(4, device=device).expand(3, 4)
+    loss: Any = mp_ops._c_softmax_with_multi_label_cross_entropy(logits, ids, weights)
+    assert_equal(loss.shape, (3, 1), "as many labels as classes")

@@ -8,7 +8,7 @@ from commlib.compat.paddle.losses import (
     c_softmax_with_multi_label_cross_entropy,
 )
 from commlib.core.context import CommContext
-from commlib.errors import ShapeError
+from commlib.errors import ArgumentError, ShapeError
 
 Tensor = torch.Tensor
 
@@ -33,6 +33,7 @@ def _c_softmax_with_cross_entropy(
         The loss, [..., 1]; or the loss and the softmax.
 
     Raises:
+        ArgumentError: A row has no label, or more labels than there are classes on all ranks.
         ShapeError: ``label`` has another number of dims.
     """
     name = "_c_softmax_with_cross_entropy"
@@ -70,7 +71,8 @@ def _c_softmax_with_multi_label_cross_entropy(
         The loss, [..., 1] or [..., C]; or the loss and the softmax.
 
     Raises:
-        ArgumentError: A label is not a class.
+        ArgumentError: A label is not a class, a row has no label, or it has more labels than there
+            are classes on all ranks.
         ShapeError: The shapes do not fit.
     """
     name = "_c_softmax_with_multi_label_cross_entropy"
@@ -88,10 +90,17 @@ def _c_softmax_with_multi_label_cross_entropy(
 
 
 def _with_classes(name: str, ring: CommContext, logits: Tensor, label: Tensor) -> Tensor:
-    """Return ``label`` with as many dims as ``logits``."""
+    """Return ``label`` with as many dims as ``logits``, the last one of labels per row."""
     if label.dim() not in (logits.dim() - 1, logits.dim()):
         raise ShapeError(
             f"{ring._describe(name)}: label has shape {tuple(label.shape)} with logits of shape "
             f"{tuple(logits.shape)}; expected one dim less, or as many"
         )
-    return label if label.dim() == logits.dim() else label.unsqueeze(-1)
+    label = label if label.dim() == logits.dim() else label.unsqueeze(-1)
+    classes = logits.shape[-1] * ring.size
+    if not 1 <= label.shape[-1] <= classes:
+        raise ArgumentError(
+            f"{ring._describe(name)}: label has {label.shape[-1]} labels per row; expected 1 to "
+            f"{classes}, the number of classes of all ranks"
+        )
+    return label
