@@ -240,12 +240,14 @@ NEWER: dict[str, list[tuple[str, Any]]] = {
     "moe_permute": [
         *((name, NEEDED) for name in ("hidden_states", "scale", "expert_routemap_topk")),
         *((name, NEEDED) for name in ("expert_prob_topk", "num_experts", "tokens_per_expert")),
-        *(("padding_alignment", NEEDED), ("do_gather", True)),
+        *(("padding_alignment", NEEDED), ("do_gather", True), ("using_ue8m0_scale", False)),
+        *(("return_expert_indices", False), ("override_buffer_size", -1)),
     ],
     "moe_unpermute": [
         *((name, NEEDED) for name in ("hidden_states_unzipped", "zipped_expertwise_rowmap")),
         *((name, NEEDED) for name in ("expert_routemap_topk", "token_prob_unzipped")),
-        *(("total_zipped_tokens", NEEDED), ("num_experts", NEEDED), ("use_mix_precision", True)),
+        *(("total_zipped_tokens_num", NEEDED), ("num_experts", NEEDED)),
+        *(("use_mix_precision", True), ("using_weighted_combine", False)),
     ],
     "mp_allreduce_sum_": SIGNATURES["mp_allreduce_sum"],
     **{

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commlib.compat import paddle
-from commlib.errors import ArgumentError, ShapeError
+from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests.support.checks import Array, assert_equal, raises, sample, wide
 
 Tensor = torch.Tensor
@@ -113,13 +113,13 @@ def test_permute(alignment: int, dtype: torch.dtype) -> None:
     scale = sample(0, (len(ROUTES), 2), torch.float32, seed=1)
     chances = sample(0, tuple(ROUTES.shape), torch.float32, seed=2).abs().requires_grad_()
     arguments = (scale, ROUTES, chances, EXPERTS, COUNTS, alignment)
-    rows, row_map, probabilities, scales = paddle.moe_permute(x, *arguments)
+    rows, row_map, probabilities, scales, indices = paddle.moe_permute(x, *arguments)
 
     def twice(values: Tensor) -> Array:
         return np.repeat(wide(values)[:, None], ROUTES.shape[1], axis=1)
 
     want, wanted_map = permuted(twice(x), alignment)
-    assert scales is not None
+    assert scales is not None and indices.shape == (0,)
     assert_equal(row_map.tolist(), wanted_map.tolist())
     assert_equal(wide(rows).tolist(), want.tolist())
     assert_equal(wide(scales).tolist(), permuted(twice(scale), alignment)[0].tolist())
@@ -136,9 +136,63 @@ def test_permute(alignment: int, dtype: torch.dtype) -> None:
     assert_equal(chances.grad.tolist(), (2.0 * routes).tolist())
 
 
+def test_permute_of_bytes() -> None:
+    """Float8 rows are those of the same numbers in float32."""
+    numbers = torch.arange(1.0, len(ROUTES) + 1)[:, None].expand(-1, HIDDEN)
+    chances = torch.ones(ROUTES.shape)
+    arguments = (None, ROUTES, chances, EXPERTS, COUNTS, 4)
+    rows, *_ = paddle.moe_permute(numbers.to(torch.float8_e4m3fn), *arguments)
+    want, *_ = paddle.moe_permute(numbers, *arguments)
+    assert_equal((rows.dtype, rows.float().tolist()), (torch.float8_e4m3fn, want.tolist()))
+
+
+@pytest.mark.parametrize("more", [0, 5])
+def test_experts_of_rows(more: int) -> None:
+    """Each row has its expert, or -1 if it is padding or one of ``more`` at the end."""
+    x, chances = torch.ones(len(ROUTES), HIDDEN), torch.ones(ROUTES.shape)
+    scale = torch.arange(len(ROUTES), dtype=torch.int32)[:, None]
+    counts = [4, 0, 4, 4]  # with their padding
+    rows, row_map, probabilities, scales, indices = paddle.moe_permute(
+        *(x, scale, ROUTES, chances, EXPERTS, COUNTS, 4, True, True, True, sum(counts) + more)
+    )
+    want = [0, 0, 0, 0, 2, 2, 2, -1, 3, 3, -1, -1, *[-1] * more]
+    assert_equal((indices.dtype, indices.tolist()), (torch.int32, want))
+    filled = [[float(expert >= 0)] * HIDDEN for expert in want]
+    assert_equal(rows.tolist(), filled)
+    assert_equal(probabilities.tolist(), [row[0] for row in filled])
+    assert scales is not None
+    for row, expert in enumerate(want):
+        if expert >= 0:
+            assert_equal(int(row_map[int(scales[row]), expert]), row)
+    assert_equal(row_map.tolist(), permuted(np.ones((*ROUTES.shape, 1)), 4)[1].tolist())
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_weighted_sum(mixed: bool) -> None:
+    """The rows of a token are multiplied by their probabilities; both have gradients."""
+    x = sample(0, (len(ROUTES), HIDDEN), torch.float32)
+    chances = torch.tensor([0.25, 0.5]).expand(ROUTES.shape).clone()
+    rows, row_map, probabilities, *_ = paddle.moe_permute(
+        x, None, ROUTES, chances, EXPERTS, COUNTS, 4
+    )
+    rows, probabilities = rows.requires_grad_(), probabilities.requires_grad_()
+    back, again = paddle.moe_unpermute(
+        *(rows, row_map, ROUTES, probabilities[:, None], len(ROUTES), EXPERTS, mixed, True)
+    )
+    weights = chances * (ROUTES >= 0)
+    np.testing.assert_allclose(wide(back), wide(x * weights.sum(1, keepdim=True)), rtol=1e-6)
+    assert_equal(again.tolist(), weights.tolist())
+    back.sum().backward()
+    assert rows.grad is not None and probabilities.grad is not None
+    assert_equal(rows.grad[:, 0].tolist(), probabilities.tolist())
+    np.testing.assert_allclose(
+        wide(probabilities.grad), wide(rows.detach().sum(1)), rtol=1e-6, atol=1e-6
+    )
+
+
 def test_permute_without_rows() -> None:
     x, chances = torch.ones(len(ROUTES), HIDDEN), torch.ones(ROUTES.shape)
-    rows, row_map, probabilities, scales = paddle.moe_permute(
+    rows, row_map, probabilities, scales, _ = paddle.moe_permute(
         x, None, ROUTES, chances, EXPERTS, COUNTS, 4, do_gather=False
     )
     assert_equal((tuple(rows.shape), scales), ((0, HIDDEN), None))
@@ -151,7 +205,7 @@ def test_no_token_is_routed(dtype: torch.dtype) -> None:
     """Without rows, the tokens and their probabilities come back as zeros, with gradients."""
     x = torch.ones(3, HIDDEN, dtype=dtype, requires_grad=True)
     routes, chances = torch.full((3, 2), -1, dtype=torch.int32), torch.rand(3, 2)
-    rows, row_map, probabilities, _ = paddle.moe_permute(x, None, routes, chances, 2, [0, 0], 16)
+    rows, row_map, probabilities, *_ = paddle.moe_permute(x, None, routes, chances, 2, [0, 0], 16)
     assert_equal(tuple(rows.shape), (0, HIDDEN))
     for mixed in (True, False):
         back, again = paddle.moe_unpermute(rows, row_map, routes, probabilities, 3, 2, mixed)
@@ -187,6 +241,16 @@ def wrong_calls() -> list[tuple[Any, type[Exception], tuple[str, ...]]]:
         (lambda: permute(chances, 4, [4, 0, 3, 1], 1), ArgumentError, ("[4, 0, 3, 2]",)),
         (lambda: permute(chances, 4, COUNTS[:3], 1), ArgumentError, ("3 counts", "4 counts")),
         (lambda: permute(chances, 4, COUNTS, 0), ArgumentError, ("padding_alignment=0",)),
+        (
+            lambda: permute(chances, 4, COUNTS, 4, True, False, False, 11),
+            ArgumentError,
+            ("override_buffer_size=11", "expected 12 or more"),
+        ),
+        (
+            lambda: paddle.moe_permute(states, states, ROUTES, chances, 4, COUNTS, 1, True, True),
+            DtypeError,
+            ("scale is torch.float32", "using_ue8m0_scale=True", "torch.int32"),
+        ),
         (lambda: permute(chances[:2], 4, COUNTS, 1), ShapeError, ("expert_prob_topk", "(2, 2)")),
         (
             lambda: paddle.moe_permute(states[1:], None, ROUTES, chances, 4, COUNTS, 1),
@@ -201,10 +265,10 @@ def wrong_calls() -> list[tuple[Any, type[Exception], tuple[str, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(13))
 def test_refusals(number: int) -> None:
     calls = wrong_calls()
-    assert len(calls) == 11
+    assert len(calls) == 13
     call, error, words = calls[number]
     with raises(error, *words):
         call()

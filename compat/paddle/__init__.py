@@ -70,6 +70,7 @@ from commlib.compat.paddle.mp_reductions import (
 from commlib.compat.paddle.normalization import data_norm, sync_batch_norm
 from commlib.compat.paddle.optimizers import DistributedFusedLamb, distributed_fused_lamb
 from commlib.compat.paddle.partial import partial_allgather, partial_recv, partial_send
+from commlib.compat.paddle.permutations import moe_permute, moe_unpermute
 from commlib.compat.paddle.phi import (
     all_gather,
     all_reduce,
@@ -140,8 +141,6 @@ from commlib.compat.paddle.tensor_parallel import (
 from commlib.compat.paddle.token_moves import (
     moe_combine,
     moe_gate_dispatch,
-    moe_permute,
-    moe_unpermute,
 )
 from commlib.compat.paddle.unported import unported
 
