@@ -23,7 +23,7 @@ _OF_SERVERS = (
     *("UserDefinedRoleMaker", "init_server", "init_worker", "is_server", "run_server"),
     *("server_endpoints", "server_index", "server_num", "stop_worker"),
 )
-_LOCAL_RANK = "read LOCAL_RANK from the environment, or call torch.cuda.current_device"
+_LOCAL_RANK = "read ParallelEnv().device_id of paddle.distributed"
 
 REASONS = {
     **NOT_PORTED,
@@ -39,8 +39,8 @@ REASONS = {
     "world_size": "call worker_num of fleet, or get_world_size of paddle.distributed",
     "local_rank": _LOCAL_RANK,
     "rank_in_node": _LOCAL_RANK,
-    "local_device_ids": "one device per process; call torch.cuda.current_device",
-    "node_num": "divide worker_num() by LOCAL_WORLD_SIZE of the environment",
+    "local_device_ids": _LOCAL_RANK,
+    "node_num": "divide worker_num() by LOCAL_WORLD_SIZE, or PADDLE_LOCAL_SIZE, of the environment",
     "is_worker": "every process is a worker; leave it away",
     "util": "call all_reduce, all_gather_object or barrier of paddle.distributed",
     "UtilBase": "call all_reduce, all_gather_object or barrier of paddle.distributed",
