@@ -1,6 +1,5 @@
 """gradients="accumulate": added to `.grad` by one kernel, where nothing else would see them."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,37 +10,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib import graph
 from commlib.graph import GraphError
+from tests.support import two_layers
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, initialised
+from tests.support.two_layers import WIDTH, rows, same_grads
 
-WIDTH, STEPS = 6, 6
-
-
-def model_on(device: torch.device) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
-
-
-def rows(turn: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(turn)
-    return torch.randn(4, WIDTH, generator=generator).to(device)
+STEPS = 6
 
 
 def pair(device: torch.device, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """Return two equal models, and the captured form of the second."""
-    eager = model_on(device)
-    own = copy.deepcopy(eager)
-    return eager, own, graph.capture(own, gradients="accumulate", **options)
+    return two_layers.pair(device, "accumulate", **options)
 
 
 def go_back(model: Callable[[Tensor], Tensor], turn: int, device: torch.device) -> None:
     model(rows(turn, device)).square().sum().backward()
-
-
-def same_grads(eager: nn.Module, own: nn.Module, what: str) -> None:
-    for (name, one), other in zip(eager.named_parameters(), own.parameters(), strict=True):
-        assert_bits_equal(other.grad, one.grad, f"{what}, {name}")
 
 
 class Arrivals:

@@ -1,6 +1,5 @@
 """gradients="borrow": the graph's own memory as gradients, and an error where that would show."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,37 +8,21 @@ from torch import Tensor, nn
 
 from commlib import graph
 from commlib.graph import GraphError
+from tests.support import two_layers
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
+from tests.support.two_layers import model_on, rows, same_grads
 
-WIDTH, STEPS = 6, 6
-
-
-def model_on(device: torch.device) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(device)
-
-
-def rows(turn: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(turn)
-    return torch.randn(4, WIDTH, generator=generator).to(device)
+STEPS = 6
 
 
 def pair(device: torch.device, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
-    """Return two equal models, and the captured form of the second."""
-    eager = model_on(device)
-    own = copy.deepcopy(eager)
-    return eager, own, graph.capture(own, gradients="borrow", **options)
+    return two_layers.pair(device, "borrow", **options)
 
 
 def grad_of(weight: nn.Parameter) -> Tensor:
     assert weight.grad is not None
     return weight.grad
-
-
-def same_grads(eager: nn.Module, own: nn.Module, what: str) -> None:
-    for (name, one), other in zip(eager.named_parameters(), own.parameters(), strict=True):
-        assert_bits_equal(other.grad, one.grad, f"{what}, {name}")
 
 
 @runs_on("unified_ranks")

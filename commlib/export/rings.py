@@ -69,7 +69,7 @@ def check(file: object, recorded: Members, ranks: Members | None) -> None:
 
 def in_branches(program: torch.export.ExportedProgram) -> Iterator[int]:
     """Yield the ring of each registered op in branches of ``torch.cond`` and in loops."""
-    for part in list(_modules(program)):
+    for part in _graphs(program.graph_module):
         for node in part.graph.nodes:
             if getattr(node.target, "__name__", "") in _BRANCHING:
                 names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
@@ -77,18 +77,16 @@ def in_branches(program: torch.export.ExportedProgram) -> Iterator[int]:
                     yield from _ring_ids(inner)
 
 
-def _modules(program: torch.export.ExportedProgram) -> Iterator[torch.fx.GraphModule]:
+def _graphs(program: torch.nn.Module) -> Iterator[torch.fx.GraphModule]:
     """Yield the graphs of a program, those of branches, loops and contexts included."""
-    modules = program.graph_module.modules()
-    return (x for x in modules if isinstance(x, torch.fx.GraphModule))
+    return (x for x in program.modules() if isinstance(x, torch.fx.GraphModule))
 
 
 def _ring_ids(program: torch.nn.Module) -> Iterator[int]:
     """Yield the ring of each registered op, also of those in branches and loops."""
-    for module in program.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                yield from _ring_id(node)
+    for graph in _graphs(program):
+        for node in graph.graph.nodes:
+            yield from _ring_id(node)
 
 
 def _ring_id(node: Any) -> Iterator[int]:

@@ -60,7 +60,7 @@ class Backend(Protocol):
         """
 
     def trim_after_backward(self, outs: Sequence[torch.Tensor]) -> None:
-        """Give back what torch keeps of a first call, when the backward from ``outs`` has ended."""
+        """Give back what torch keeps of a real call, after the backward from ``outs``."""
 
     def begin(
         self, generators: Sequence[torch.Generator] = (), pool: Pool | None = None

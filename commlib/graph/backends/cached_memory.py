@@ -3,29 +3,27 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
+from commlib.graph.backends.capture_lock import CaptureLock
 from commlib.streams import capturing
-
-Lock: TypeAlias = Any  # a ``threading.RLock``, held while a graph is captured
 
 
 @contextmanager
-def trimmed(device: torch.device, lock: Lock) -> Iterator[None]:
+def trimmed(device: torch.device, lock: CaptureLock) -> Iterator[None]:
     """Give back what torch has taken inside: no graph, and often no stream, could use it."""
     before = torch.cuda.memory_reserved(device)
     try:
         yield
     finally:
         if torch.cuda.memory_reserved(device) > before:
-            with lock:
-                torch.cuda.empty_cache()
+            _give_back(lock)
 
 
-def trim_after_backward(outs: Sequence[torch.Tensor], lock: Lock) -> None:
+def trim_after_backward(outs: Sequence[torch.Tensor], lock: CaptureLock) -> None:
     """Give back what torch keeps, once, when the first backward from some of ``outs`` has ended.
 
     Their nodes belong to a side stream, where later backwards allocate gradients alone.
@@ -44,10 +42,9 @@ def trim_after_backward(outs: Sequence[torch.Tensor], lock: Lock) -> None:
     handles += [node.register_prehook(begin) for node in nodes if node is not None]
 
 
-def _give_back(lock: Lock) -> None:
+def _give_back(lock: CaptureLock) -> None:
     """Give it back, unless another thread holds the lock: it may wait for this backward."""
-    if not capturing() and lock.acquire(blocking=False):
-        try:
-            torch.cuda.empty_cache()
-        finally:
-            lock.release()
+    if not capturing():
+        with lock.if_free() as held:
+            if held:
+                torch.cuda.empty_cache()

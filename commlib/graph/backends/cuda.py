@@ -16,6 +16,7 @@ from commlib.errors import GraphError
 from commlib.graph.backends.base import Pool
 from commlib.graph.backends.blas_workspace import BlasWorkspace
 from commlib.graph.backends.cached_memory import trim_after_backward, trimmed
+from commlib.graph.backends.capture_lock import CaptureLock
 from commlib.graph.backends.cuda_driver import clear_error, no_stale_streams, nodes, unsafe_calls
 from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
 from commlib.graph.backends.graph_memory import Failures, allocated_bytes, join_frees, memory_of
@@ -28,7 +29,7 @@ from commlib.graph.watching.recorder import Recorder
 from commlib.p2p.stream_order import StreamOrder
 from commlib.streams import capture_of, current_raw, new_stream
 
-_capturing = threading.RLock()  # torch captures one graph at a time
+_capturing = CaptureLock()
 _failures = Failures()
 _STREAMS = 32  # that torch deals out in turn
 

@@ -65,9 +65,9 @@ def _value(whole: GraphModule, node: Node) -> Any:
     """Return an example of what a node of a split graph gives: an input, or a result of a part."""
     if node.op == "placeholder" or "val" in node.meta:
         return node.meta.get("val")
-    source, place = node, 0
-    if getattr(node.target, "__name__", "") == "getitem":
-        source, place = node.args  # type: ignore[assignment]
+    is_item = getattr(node.target, "__name__", "") == "getitem"
+    item: Any = node.args if is_item else (node, 0)
+    source, place = item
     if source.op != "call_module":
         return None
     part: GraphModule = getattr(whole, str(source.target))
