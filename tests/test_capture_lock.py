@@ -45,7 +45,7 @@ def test_one_thread() -> None:
 
 
 def test_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets an error after the deadline, and an answer at once where it need not have the lock."""
+    """It gets an error after the deadline, or an answer at once where it can do without."""
     monkeypatch.setattr(flags, "get", lambda name: 0.05)
     lock = CaptureLock()
     with lock:
