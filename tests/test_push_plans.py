@@ -79,7 +79,12 @@ def test_a_row_serves_its_largest_call(collective: str, size: int) -> None:
 
 @pytest.mark.parametrize(("vectors", "blocks"), [(0, 1), (1, 1), (32, 1), (33, 2), (9999, 8)])
 def test_one_vector_per_thread_while_there_are_blocks(vectors: int, blocks: int) -> None:
-    assert kernel_table.blocks(Row(1 << 20, "one_shot", 32, 8), vectors) == blocks
+    assert kernel_table.shape(Row(1 << 20, "one_shot", 32, 8), vectors, 4) == (blocks, 32)
+
+
+@pytest.mark.parametrize(("vectors", "blocks"), [(0, 1), (128, 1), (129, 2), (9999, 8)])
+def test_in_two_hops_a_part_of_each_block_serves_a_peer(vectors: int, blocks: int) -> None:
+    assert kernel_table.shape(Row(1 << 20, "two_shot", 32, 8), vectors, 4) == (blocks, 96)
 
 
 def test_refusals_name_the_reason() -> None:
@@ -95,7 +100,7 @@ def test_parts_of_ranks_are_not_cut(
     channel: push_channel.PushChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large all_reduce takes several launches; every other collective is left to NCCL."""
-    monkeypatch.setattr(channel, "prepare", lambda name, grid, call: name)
+    monkeypatch.setattr(channel, "prepare", lambda name, grid, call, part: name)
     row, window = Row(1 << 40, "packets", 256, 8), channel.window("packets")
 
     def offsets(collective: str, nbytes: int) -> list[int]:

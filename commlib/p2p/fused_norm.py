@@ -110,7 +110,7 @@ class PushNorm:
         for first in range(0, rows, most):
             norm = NormCall(call=call, rows=min(most, rows - first), width=width)
             grid = nvrtc.Grid(min(norm.rows, max(1, row.blocks // team)) * team, threads, team)
-            launch = self._channel.prepare(name, grid, norm)
+            launch = self._channel.prepare(name, grid, norm, norm.call)
             steps.append(Step(norm, norm.call, launch, first))
         return tuple(steps)
 

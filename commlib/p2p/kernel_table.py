@@ -19,8 +19,8 @@ class Row(NamedTuple):
     """One row of the table: calls of up to ``most`` bytes run ``kernel`` on at most ``blocks``.
 
     ``most`` counts the tensor of an all_reduce, one rank's part of any other collective.
-    ``threads`` are those of a block, or of one row that is normalised. Kernel "nccl" leaves the
-    call to NCCL.
+    ``threads`` are those of a block; in two hops those of it that serve one peer; or those of one
+    row that is normalised. Kernel "nccl" leaves the call to NCCL.
     """
 
     most: int
@@ -92,10 +92,21 @@ def room(kernel: str, half: int, size: int) -> int:
     One-shot: one slot per rank, each holding the whole tensor. Two-shot: two sets of slots, one
     slice each. Packets take twice their payload. Each slot has room for rounding to whole vectors.
     """
-    slots = 2 if kernel.startswith("two_shot") else 2 * size if kernel == "packets" else size
+    slots = 2 if in_two_hops(kernel) else 2 * size if kernel == "packets" else size
     return (half - 2 * size * VECTOR) // slots // VECTOR * VECTOR
 
 
-def blocks(row: Row, vectors: int) -> int:
-    """Return how many blocks share ``vectors``: one vector a thread while there are enough."""
-    return max(1, min(row.blocks, -(-vectors // row.threads)))
+def in_two_hops(kernel: str) -> bool:
+    """Return True if a kernel reduces one slice of the tensor on each rank, and hands it on."""
+    return kernel.startswith("two_shot")
+
+
+def shape(row: Row, vectors: int, size: int) -> tuple[int, int]:
+    """Return blocks and threads of the launch that shares ``vectors`` in a ring of ``size``.
+
+    A thread has one vector while there are enough blocks.
+    """
+    threads = row.threads
+    if in_two_hops(row.kernel):
+        vectors, threads = -(-vectors // size), threads * (size - 1)
+    return max(1, min(row.blocks, -(-vectors // row.threads))), threads

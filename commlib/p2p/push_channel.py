@@ -24,7 +24,7 @@ COLLECTIVES = (
     "all_reduce_residual_norm",
 )
 
-_CONTROL, _LIMIT = 4096, 32  # bytes of control words; offset of limit_ns
+_CONTROL, _LIMIT = 4096, 24  # bytes of control words; offset of limit_ns
 SPARE = 4096  # bytes of a half in addition to two windows: slots begin at whole vectors
 WORKSPACE = _CONTROL + 2 * (2 * WINDOW + SPARE)  # bytes
 _LAUNCH_BITS = 17  # of a tag: bits of the launch's number
@@ -40,7 +40,7 @@ class Call(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("items", ctypes.c_int64),
-        ("base", ctypes.c_void_p * RANKS),
+        ("memory", ctypes.c_void_p * RANKS),
         ("error", ctypes.c_void_p),
         ("half", ctypes.c_int64),
         ("rank", ctypes.c_int),
@@ -48,6 +48,7 @@ class Call(ctypes.Structure):
         ("collective", ctypes.c_uint32),
         ("option", ctypes.c_int),
         ("signals", ctypes.c_int),
+        ("early", ctypes.c_int),
     ]
 
 
@@ -96,15 +97,22 @@ class PushChannel:
         call = Call(
             items=items, rank=ring.rank, collective=COLLECTIVES.index(collective), option=option
         )
-        call.base[: ring.size] = self._memory.bases
+        bases = self._memory.bases
+        call.memory[: ring.size] = bases[ring.rank :] + bases[: ring.rank]
         call.error, call.half = self._error.address, self._half
         return call
 
-    def prepare(self, name: str, grid: nvrtc.Grid, argument: ctypes.Structure) -> nvrtc.Launch:
-        """Return a launch of kernel ``name``, with as many blocks as this ring may have now."""
+    def prepare(
+        self, name: str, grid: nvrtc.Grid, argument: ctypes.Structure, call: Call
+    ) -> nvrtc.Launch:
+        """Return a launch of kernel ``name``, with as many blocks as this ring may have now.
+
+        ``call``: the ``argument``, or the part of it that all kernels have.
+        """
         found = nvrtc.function(self._modules, name, self._device)
         most = residency.most_blocks(found, self._device, grid.threads, self._fills)
         grid = grid.within(min(most, self.share or most))
+        call.early = int(not self.share and residency.leaves_room(grid, most, self._fills))
         return nvrtc.Launch(found, self._device, grid, argument)
 
     def window(self, kernel: str) -> int:

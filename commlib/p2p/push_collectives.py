@@ -146,7 +146,7 @@ class PushCollective:
         if not channel.share or nbytes < GATED:
             return ()
         call = channel.call(self.collective, 0, int(signals))
-        return (Step(call, channel.prepare("gate", nvrtc.Grid(1, WARP), call), 0),)
+        return (Step(call, channel.prepare("gate", nvrtc.Grid(1, WARP), call, call), 0),)
 
     def _row(self, nbytes: int) -> Row | None:
         """Return the row of the table for a call of ``nbytes``."""
@@ -155,12 +155,10 @@ class PushCollective:
     def _step(self, row: Row, offset: int, nbytes: int) -> Step:
         """Return the launch that ``row`` describes for ``nbytes`` of a call, from ``offset`` on."""
         vectors = -(-nbytes // self.vector)
-        if row.kernel.startswith("two_shot"):
-            vectors = -(-vectors // self._channel.size)
         call = self._channel.call(self.collective, nbytes // self.itemsize, self.option)
         call.signals = int(nbytes >= GATED)  # the same on all ranks: any of them may have a gate
-        grid = nvrtc.Grid(kernel_table.blocks(row, vectors), row.threads)
-        return Step(call, self._channel.prepare(row.kernel + self.suffix, grid, call), offset)
+        grid = nvrtc.Grid(*kernel_table.shape(row, vectors, self._channel.size))
+        return Step(call, self._channel.prepare(row.kernel + self.suffix, grid, call, call), offset)
 
 
 def open_push(hosts: HostExchange, *, fills: bool) -> PushChannel | str:

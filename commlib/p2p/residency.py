@@ -54,3 +54,12 @@ def most_blocks(function: Any, device: int, threads: int, fills: bool) -> int:
     if fills:
         return nvrtc.MOST_BLOCKS
     return max(1, nvrtc.resident_blocks(function, device, threads) // BOUNDED)
+
+
+def leaves_room(grid: nvrtc.Grid, most: int, fills: bool) -> bool:
+    """Return True if blocks of the next call may wait on the GPU while those of ``grid`` run.
+
+    The two then take no more than the ``most`` blocks that one call may have. The ring that fills a
+    GPU makes progress in what the others leave.
+    """
+    return fills or 2 * grid.blocks <= most

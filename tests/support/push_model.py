@@ -17,6 +17,7 @@ Word: TypeAlias = Any  # (tag, source, index), several of them, a flag and one; 
 Words: TypeAlias = dict[int, Word]  # by the rank that they come from
 Steps: TypeAlias = Generator[float, None, None]  # how long to wait for the next, at least
 Taking: TypeAlias = Generator[float, None, Words | None]
+UNITS = 2**13  # that the blocks of a call make
 Fault: TypeAlias = tuple[str, str, int, int]  # reason, verb, peer, epoch (or the other call's tag)
 
 
@@ -37,15 +38,18 @@ class Rank:
     """One rank: its memory, what its host is given, its kernels and those that are to come."""
 
     def __init__(self, index: int, epoch: int) -> None:
-        self.index, self.epoch = index, epoch
-        self.arrivals = epoch, 0, 0  # of the present call: its number, blocks, sum of their tags
-        self.launched = self.finished = 0  # blocks
-        self.tag = 0  # of the last call that has started
+        self.index, self.done = index, epoch * UNITS
+        self.last = 0, 0  # who has signed last: tag of the call, and its number
         self.fault: Fault | None = None
         self.halves: dict[tuple[int, int], Word] = {}  # which half, where in it
         self.error: Fault | None = None
         self.running = 0  # kernels
         self.overlapped = False  # whether two were running at the same time
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next call, or of the present one."""
+        return self.done // UNITS % 2**32
 
 
 class Machine:
@@ -104,8 +108,9 @@ class Kernel:
         self.x: list[Word] = [(call.tag, rank.index, i) for i in range(x)]
         self.out = self.x if x == out and machine.random.random() < 0.5 else [None] * out
         self.blocks, self.threads, self.ahead = call.grids[rank.index % len(call.grids)]
+        if call.verb.parts:
+            self.threads *= machine.size - 1
         self.stream: Iterator[Kernel] = iter(())
-        self.expected = [self.threads] * self.blocks  # at each block's first __syncthreads
         self.working = [self.threads] * self.blocks  # before its last one
         self.under_way = self.grid = self.blocks * self.threads
 
@@ -136,37 +141,42 @@ class Thread:
     """One thread of a call, in one hop where the verb does not say otherwise."""
 
     wide: ClassVar[tuple[bool, bool]] = (False, False)  # x, out: so many vectors for every rank?
+    parts: ClassVar[bool] = False  # whether a part of each block serves each peer
 
     def __init__(self, kernel: Kernel, index: int) -> None:
         self.kernel, self.machine, self.rank = kernel, kernel.machine, kernel.rank
-        self.index, self.x, self.out = index, kernel.x, kernel.out
+        self.x, self.out = kernel.x, kernel.out
         self.block, self.thread = divmod(index, kernel.threads)
         self.ranks, self.me = self.machine.size, self.rank.index
         self.peers = [(self.me + d) % self.ranks for d in range(1, self.ranks)]
         self.slice = self.vectors = kernel.call.vectors
+        self.mine = range(index, self.slice, kernel.grid)
 
     def run(self) -> Steps:
         """Enter the call, do what the verb is about, and leave."""
-        self.epoch, self.launched = self.rank.epoch, self.rank.launched
-        self.finished = self.rank.finished
+        self.epoch = self.rank.epoch
+        self.before = 0, 0  # the signature that the first thread of a block has replaced
         if self.given_up(self.machine.now, self.me):
-            for i in range(self.index, self.slice, self.kernel.grid):
+            for i in self.mine:
                 self.spoil(i)
-            self.kernel.expected[self.block] -= 1
             return
         yield from self.work()
+        self.verify()
         self.kernel.working[self.block] -= 1
         if not self.kernel.working[self.block]:
-            self.rank.finished += 1
+            self.rank.done += self.units()
+
+    def units(self) -> int:
+        """Return what this block adds, so that all of a call make ``UNITS``."""
+        return 1 if self.block else UNITS - self.kernel.blocks + 1
 
     def work(self) -> Steps:
-        """Push, arrive, and go on pushing ahead of what is waited for."""
-        mine = range(self.index, self.slice, self.kernel.grid)
-        pushes = map(self.push, mine)
+        """Push, sign, and go on pushing ahead of what is waited for."""
+        pushes = map(self.push, self.mine)
         for push in islice(pushes, self.kernel.ahead):
             yield from push
-        yield from self.arrive()
-        for i in mine:
+        yield from self.sign()
+        for i in self.mine:
             for push in islice(pushes, 1):
                 yield from push
             self.finish(i, (yield from self.take(self.peers, i)))
@@ -197,34 +207,17 @@ class Thread:
         """Leave nothing in out that could be taken for what becomes of vector i."""
         self.finish(i, None)
 
-    def arrive(self) -> Steps:
-        """Wait for the threads of the block, and let the first of them draw a ticket."""
-        self.kernel.expected[self.block] -= 1
-        begin = self.machine.now
-        while self.kernel.expected[self.block]:
-            yield (self.machine.now - begin) / 2
+    def sign(self) -> Steps:
+        """Let the first thread of a block leave its signature; the one before it comes later."""
         if self.thread == 0:
-            epoch, blocks, tags = ticket = self.rank.arrivals
-            self.rank.arrivals = epoch, blocks + 1, tags + self.kernel.call.tag
+            self.before, self.rank.last = self.rank.last, (self.kernel.call.tag, self.epoch)
             yield 0
-            self.advance(ticket)
 
-    def advance(self, ticket: tuple[int, int, int]) -> None:
-        """Report a call that runs at the same time; move the epoch on in the last block."""
-        epoch, blocks, tags = ticket
-        alone = (epoch, tags) == (self.epoch, blocks * self.kernel.call.tag)
-        if not alone or self.finished < self.launched:
-            self.raise_fault("two at once", self.me, self.rank.tag)
-        if blocks == 0:
-            self.rank.tag = self.kernel.call.tag
-        if blocks == self.kernel.blocks - 1:
-            self.move_on()
-
-    def move_on(self) -> None:
-        """Begin the next call: all blocks have read the epoch."""
-        self.rank.epoch = (self.epoch + 1) % 2**32
-        self.rank.arrivals = self.rank.epoch, 0, 0
-        self.rank.launched = self.launched + self.kernel.blocks
+    def verify(self) -> None:
+        """Report a call that has the same number."""
+        tag, epoch = self.before
+        if tag not in (0, self.kernel.call.tag) and epoch == self.epoch:
+            self.raise_fault("two at once", self.me, tag)
 
     def slot(self, source: int, i: int, hop: int) -> tuple[int, int]:
         """Return where vector i of a source's slice is: the layout of a half is the call's."""
@@ -261,7 +254,8 @@ class Thread:
         return {source: self.read(at) for source, at in places.items()}
 
     def given_up(self, begin: float, peer: int) -> bool:
-        """Look for a fault, then at the clock."""
+        """Look for another call, for a fault, then at the clock."""
+        self.verify()
         if not self.rank.fault and self.machine.now - begin >= self.machine.limit:
             self.raise_fault("late", peer, self.epoch)
         self.rank.error = self.rank.error or self.rank.fault
@@ -306,35 +300,44 @@ class TwoShot(ReduceScatter):
     """all_reduce in two hops: every rank reduces one slice and hands it on."""
 
     wide = (False, False)
-
-    def owners(self, i: int) -> list[int]:
-        return [peer for peer in self.peers if peer * self.slice + i < self.vectors]
+    parts = True
 
     def __init__(self, kernel: Kernel, index: int) -> None:
         super().__init__(kernel, index)
         self.slice = -(-self.vectors // self.ranks)
+        width = kernel.threads // len(self.peers)
+        part, place = divmod(self.thread, width)
+        self.peer, self.reduces = self.peers[part], part == 0
+        self.mine = range(self.block * width + place, self.slice, kernel.blocks * width)
+
+    def holds(self, owner: int, i: int) -> bool:
+        return owner * self.slice + i < self.vectors
+
+    def owners(self, i: int) -> list[int]:
+        return [self.peer] if self.holds(self.peer, i) else []
 
     def spoil(self, i: int) -> None:
-        for at in range(i, self.vectors, self.slice):
-            self.out[at] = None
+        for owner in (self.peer, *([self.me] if self.reduces else [])):
+            if self.holds(owner, i):
+                self.out[owner * self.slice + i] = None
 
     def work(self) -> Steps:
-        mine = range(self.index, self.slice, self.kernel.grid)
-        for turn in range(len(mine) + 2 * self.kernel.ahead):
+        for turn in range(len(self.mine) + 2 * self.kernel.ahead):
             for hop, do in enumerate((self.push, self.reduce_and_spread, self.gather)):
                 at = turn - hop * self.kernel.ahead
-                if 0 <= at < len(mine):
-                    yield from do(mine[at])
+                if 0 <= at < len(self.mine):
+                    yield from do(self.mine[at])
             if turn == 0:
-                yield from self.arrive()
+                yield from self.sign()
 
     def reduce_and_spread(self, i: int) -> Steps:
+        if not self.reduces or not self.holds(self.me, i):
+            return
         at = self.me * self.slice + i
-        if at < self.vectors:
-            self.out[at] = self.reduced(i, (yield from self.take(self.peers, i)))
-            for peer in self.peers if self.out[at] else ():
-                self.poke(peer, i, self.out[at], hop=1)
-                yield 0
+        self.out[at] = self.reduced(i, (yield from self.take(self.peers, i)))
+        for peer in self.peers if self.out[at] else ():
+            self.poke(peer, i, self.out[at], hop=1)
+            yield 0
 
     def gather(self, i: int) -> Steps:
         words = yield from self.take(self.owners(i), i, hop=1)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import commlib
 from commlib import CommContext, flags
 from commlib.p2p import fused_norm, kernel_table
-from commlib.p2p.kernel_table import Row
+from commlib.p2p.kernel_table import VECTOR, Row
 from commlib.p2p.push_channel import PushChannel
 from commlib.p2p.push_collectives import PushCollective
 from commlib.tools.bench.graph import Captured
@@ -26,7 +26,8 @@ from commlib.tools.bench.rounds import spread
 DTYPE = torch.bfloat16
 SIZES = tuple(2**power for power in (11, 14, 16, 17, 18, 19, 20, 21, 23, 26))
 PARTS = tuple(2**power for power in (12, 16, 17, 18, 19, 20, 21))
-THREADS, BLOCKS = (64, 128, 256, 512), (264, 2112)
+THREADS, BLOCKS = (32, 64, 128, 256, 512), (264, 2112)
+BLOCK = 512  # threads, as in channel.cuh
 REDUCTIONS = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
 NORM_KERNELS = ("norm_one_shot", "norm_two_shot")
 MOVEMENTS = {"all_gather": ("packets",), "all_to_all": ("packets",)}
@@ -145,12 +146,13 @@ class _Bench:
     def _able(self, collective: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
         """Yield the candidates; a part, which can't be cut, has to fit into the channel."""
         for kernel in kernels:
-            whole = collective == "all_reduce"
-            if whole or nbytes <= self.channel.window(kernel):
-                for threads in THREADS:
-                    wide = nbytes // kernel_table.VECTOR > threads * BLOCKS[0]
-                    caps = BLOCKS if wide else BLOCKS[:1]
-                    yield from (Row(nbytes, kernel, threads, blocks) for blocks in caps)
+            if collective != "all_reduce" and nbytes > self.channel.window(kernel):
+                continue
+            for threads, most in product(THREADS, BLOCKS):
+                row = Row(nbytes, kernel, threads, most)
+                blocks, block = kernel_table.shape(row, nbytes // VECTOR, self.ring.size)
+                if block <= BLOCK and (most == BLOCKS[0] or blocks > BLOCKS[0]):
+                    yield row
 
     def _pushed(self, collective: str, row: Row) -> Callable[[], object]:
         moved = self._moved(collective)

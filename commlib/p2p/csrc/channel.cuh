@@ -24,44 +24,50 @@ enum Reason : u32 { kLate = 1, kTwoAtOnce = 2 };
 struct Call {  // as in push_channel.py
     const char* x;
     char* out;
-    i64 items;           // elements of the tensor, or of one rank's part
-    char* base[kMost];   // every rank's memory, as this rank sees it
-    u64* error;          // in host memory: 0, or the first fault
-    i64 half;            // bytes of a half; the first begins after the control words
+    i64 items;            // elements of the tensor, or of one rank's part
+    char* memory[kMost];  // as this rank sees it: [d] is that of rank (rank + d) % kRanks
+    u64* error;           // in host memory: 0, or the first fault
+    i64 half;             // bytes of a half; the first begins after the control words
     int rank;
-    u32 tag;             // number of the stream, from 1 on, and of the launch (kLaunchBits)
-    u32 collective;      // index of the name in error texts
-    int option;          // divide the sum by the ranks; or send each peer its own part
-    int signals;         // whether a gate may wait for this call on another rank
+    u32 tag;              // number of the stream, from 1 on, and of the launch (kLaunchBits)
+    u32 collective;       // index of the name in error texts
+    int option;           // divide the sum by the ranks; or send each peer its own part
+    int signals;          // whether a gate may wait for this call on another rank
+    int early;            // whether the next kernel may start, and wait, while this one runs
 };
 
 constexpr i64 kControl = 4096;
 
 struct Control {
-    u32 epoch;      // number of the next call; one load reads it and the next two words
-    u32 launched;   // blocks of all earlier calls
-    u64 fault;      // 0, or why no call does anything any more
-    u64 arrivals;   // of the present call: its number (low bits), its blocks, the sum of their tags
-    u32 finished;   // blocks of all calls that have done their work
-    u32 tag;        // of the last call that has started
-    u64 limit_ns;   // how long to wait for a peer; a replayed graph reads it too
+    u64 done;      // kCallUnits for each call; one load reads it and the next word
+    u64 fault;     // 0, or why no call does anything any more
+    u64 last;      // who has signed last: tag of the call, and its number
+    u64 limit_ns;  // how long to wait for a peer; a replayed graph reads it too
     u32 started[kMost];  // [r]: 1 + the number of the last call that rank r has started and signalled
 };
 
+// What a thread knows of its call.
 struct State {
-    u32 epoch, launched;
+    u32 epoch;   // the number of the call
     u64 fault;
-    u32 finished;  // for the first thread of a block
+    u64 before;  // in the first thread of a block: the signature that it has replaced
 };
 
-__device__ inline Control* control(const Call& call, int rank) {
-    return reinterpret_cast<Control*>(call.base[rank]);
+// d: how many ranks after this one.
+__device__ inline Control* control(const Call& call, int d) {
+    return reinterpret_cast<Control*>(call.memory[d]);
 }
+
+// Blocks count themselves in `done` when they end, so that a call makes kCallUnits whatever its grid.
+// Its number is then what all calls before it have made. No two calls of a ring may run at a time:
+// they would read one number. So each block signs with number and tag, and finds who did before it.
+constexpr u32 kUnitBits = 13;  // grids have at most 2^13 - 1 blocks
+constexpr u64 kCallUnits = 1u << kUnitBits;
+constexpr int kLaunchBits = 17;  // of a tag; as in push_channel.py
 
 // -- the order of kernels --------------------------------------------------------------------------
 
-// Comes last: a kernel that starts now finds the next epoch and all that this block has written.
-// Signalled earlier, a foreign kernel that does not wait could let our next call overtake this one.
+// The next kernel may start. It then waits for the end of this one, and of all before it.
 __device__ inline void release_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -84,17 +90,26 @@ __device__ inline void report(const Call& call, u64 what) {
 __device__ inline void tell_all(const Call& call, u64 what) {
     report(call, what);
 #pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) poke(&control(call, rank)->fault, what);
+    for (int d = 0; d < kRanks; ++d) poke(&control(call, d)->fault, what);
 }
 
 // Every rank gets the first fault; a rank that comes later finds it and leaves at once.
 __device__ __noinline__ void raise(const Call& call, u64 what) { tell_all(call, what); }
 
+// Raises if another call has the same number. Tag 0 is nobody's: memory after a reset.
+__device__ inline void verify(const Call& call, const State& state) {
+    const u32 other = state.before >> 32;
+    if (other == 0 || other == call.tag || u32(state.before) != state.epoch) return;
+    const u32 streams = other >> kLaunchBits << 16 | call.tag >> kLaunchBits;
+    raise(call, fault(kTwoAtOnce, call, call.rank, streams));
+}
+
 // Asked now and then by a thread that waits for `peer`; `begin` is 0 at first. A second hop has
 // twice the time: its owner may itself be waiting for the rank that is missing, and knows which.
-__device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u32 epoch,
+__device__ __noinline__ bool given_up(const Call& call, const State state, u64& begin, int peer,
                                       int hop = 1) {
-    const Control* mine = control(call, call.rank);
+    const Control* mine = control(call, 0);
+    verify(call, state);
     const u64 known = peek(&mine->fault);
     if (known) {
         report(call, known);
@@ -102,30 +117,57 @@ __device__ __noinline__ bool given_up(const Call& call, u64& begin, int peer, u3
     }
     if (!begin) begin = now();
     if (now() - begin < hop * peek(&mine->limit_ns)) return false;
-    raise(call, fault(kLate, call, peer, epoch));
+    raise(call, fault(kLate, call, peer, state.epoch));
     return true;
 }
 
 // -- one call --------------------------------------------------------------------------------------
 
-__device__ inline State enter(const Call& call) {
-    const uint4 v = peek(reinterpret_cast<const uint4*>(control(call, call.rank)));
-    State state = {v.x, v.y, u64(v.w) << 32 | v.z, v.y};
-    if (threadIdx.x == 0) {
-        const u32* finished = &control(call, call.rank)->finished;
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                     : "=r"(state.finished) : "l"(finished) : "memory");
-    }
-    return state;
+// Waits for the kernels before this one on the stream.
+__device__ inline void begin(const Call& call) {
+    await_predecessor();
+    if (call.early) release_dependents();
 }
+
+__device__ inline State enter(const Call& call) {
+    const uint4 v = peek(reinterpret_cast<const uint4*>(control(call, 0)));
+    const u64 done = u64(v.y) << 32 | v.x;
+    return {u32(done >> kUnitBits), u64(v.w) << 32 | v.z, 0};
+}
+
+// Says that this rank has started a call; see gate.cu.
+__device__ inline void signal(const Call& call, u32 epoch) {
+#pragma unroll
+    for (int d = 1; d < kRanks; ++d) poke(&control(call, d)->started[call.rank], epoch + 1);
+}
+
+// All threads of a block call it after their first pushes. Nobody waits for the answer here.
+__device__ inline void sign(const Call& call, State& state) {
+    if (threadIdx.x) return;
+    state.before = atomicExch(&control(call, 0)->last, u64(call.tag) << 32 | state.epoch);
+    if (call.signals && blockIdx.x == 0) signal(call, state.epoch);
+}
+
+__device__ inline void leave(const Call& call, const State& state) {
+    verify(call, state);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u64 units = blockIdx.x ? 1 : kCallUnits - gridDim.x + 1;
+        asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;"
+                     ::"l"(&control(call, 0)->done), "l"(units) : "memory");
+    }
+    if (!call.early) release_dependents();
+}
+
+// -- what travels ----------------------------------------------------------------------------------
 
 // Parity goes on alternating where the number wraps: 0 follows 2^32 - 1.
-__device__ inline char* half(const Call& call, int rank, u32 epoch) {
-    return call.base[rank] + kControl + (epoch & 1) * call.half;
+__device__ inline char* half(const Call& call, int d, u32 epoch) {
+    return call.memory[d] + kControl + (epoch & 1) * call.half;
 }
 
-__device__ inline uint4* slot(const Call& call, int at, u32 epoch, i64 index) {
-    return reinterpret_cast<uint4*>(half(call, at, epoch)) + index;
+__device__ inline uint4* slot(const Call& call, int d, u32 epoch, u32 index) {
+    return reinterpret_cast<uint4*>(half(call, d, epoch)) + index;
 }
 
 constexpr u32 kAll = (1u << kRanks) - 1;
@@ -133,93 +175,31 @@ __device__ inline u32 others(const Call& call) { return kAll & ~(1u << call.rank
 
 // Waits until the vectors at `from[r]`, of all ranks r in `wanted`, have come, and puts the zeros
 // back. All loads are under way at a time: what counts is the last arrival, not their number.
+// complete(v) is 0 while words of v are missing.
 template <class Complete>
-__device__ inline bool take(const Call& call, u32 epoch, u32 wanted, uint4* const (&from)[kRanks],
-                            uint4 (&to)[kRanks], Complete complete, int hop = 1) {
+__device__ inline bool take(const Call& call, const State& state, u32 wanted,
+                            uint4* const (&from)[kRanks], uint4 (&to)[kRanks], Complete complete,
+                            int hop = 1) {
     u64 begin = 0;
+    wanted = kept(wanted);
     for (u32 polls = 1;; ++polls) {
-        int missing = -1;
+        u32 least = ~0u;
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
             if (wanted >> r & 1) to[r] = peek(from[r]);
 #pragma unroll
         for (int r = 0; r < kRanks; ++r)
+            if (wanted >> r & 1) least = min(least, complete(to[r]));
+        if (least) break;
+        if (usually(polls % kPolls)) continue;
+        int missing = -1;
+#pragma unroll
+        for (int r = 0; r < kRanks; ++r)
             if ((wanted >> r & 1) && !complete(to[r])) missing = r;
-        if (missing < 0) break;
-        if (polls % kPolls == 0 && given_up(call, begin, missing, epoch, hop)) return false;
+        if (given_up(call, state, begin, missing, hop)) return false;
     }
 #pragma unroll
     for (int r = 0; r < kRanks; ++r)
-        if (wanted >> r & 1) *from[r] = make_uint4(0, 0, 0, 0);
+        if (wanted >> r & 1) put_zeros(from[r]);
     return true;
-}
-
-// Says that this rank has started a call; see gate.cu.
-__device__ inline void signal(const Call& call, u32 epoch) {
-#pragma unroll
-    for (int d = 1; d < kRanks; ++d) {
-        u32* place = &control(call, (call.rank + d) % kRanks)->started[call.rank];
-        asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(place), "r"(epoch + 1) : "memory");
-    }
-}
-
-// Calls of one ring follow each other: when a block enters, all blocks of earlier calls have finished,
-// and when it arrives, those before it have arrived in the same call, with the same tag. Blocks of
-// this call may have finished too; the first block to look can't see one of them, so a single block
-// of an earlier call is enough to be found.
-// A word holds number, count and sum: tags have 27 bits, grids at most 2^13 - 1 blocks.
-constexpr int kSumBits = 40, kEpochShift = 53, kLaunchBits = 17;  // as in push_channel.py
-constexpr u64 kSumMask = (1ull << kSumBits) - 1, kCountMask = (1u << (kEpochShift - kSumBits)) - 1;
-
-__device__ inline u64 no_arrivals(u32 epoch) { return u64(epoch) << kEpochShift; }
-
-struct Ticket {
-    u64 arrivals;
-
-    __device__ u32 blocks() const { return u32(arrivals >> kSumBits & kCountMask); }
-    __device__ u64 tags() const { return arrivals & kSumMask; }
-    __device__ bool alone(const Call& call, const State& state) const {
-        return arrivals >> kEpochShift == no_arrivals(state.epoch) >> kEpochShift &&
-               tags() == u64(blocks()) * call.tag && i32(state.finished - state.launched) >= 0;
-    }
-};
-
-// All threads of a block call it after their first pushes, while the data is under way. All of them
-// have read the epoch by then.
-__device__ inline Ticket arrive(const Call& call) {
-    Ticket ticket = {0};
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u64* arrivals = &control(call, call.rank)->arrivals;
-        ticket.arrivals = atomicAdd(arrivals, 1ull << kSumBits | call.tag);
-    }
-    return ticket;
-}
-
-// The block that arrives last moves the epoch on.
-__device__ inline void advance(const Call& call, const Ticket& ticket, const State& state) {
-    if (threadIdx.x != 0) return;
-    Control* mine = control(call, call.rank);
-    if (!ticket.alone(call, state)) {
-        const u32 other = ticket.blocks() == 1 ? u32(ticket.tags()) : mine->tag;
-        const u32 streams = other >> kLaunchBits << 16 | call.tag >> kLaunchBits;
-        raise(call, fault(kTwoAtOnce, call, call.rank, streams));
-    }
-    if (ticket.blocks() == 0) {
-        mine->tag = call.tag;
-        if (call.signals) signal(call, state.epoch);
-    }
-    if (ticket.blocks() != gridDim.x - 1) return;
-    mine->arrivals = no_arrivals(state.epoch + 1);
-    mine->launched = state.launched + gridDim.x;
-    mine->epoch = state.epoch + 1;
-}
-
-__device__ inline void leave(const Call& call) {
-    __syncthreads();  // the first thread of a block that releases does so for all of it
-    if (threadIdx.x == 0) {
-        asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;"
-                     ::"l"(&control(call, call.rank)->finished) : "memory");
-    }
-    release_dependents();
 }

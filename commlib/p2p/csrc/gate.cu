@@ -12,13 +12,10 @@ extern "C" __global__ void __maxnreg__(32) gate(const __grid_constant__ Call cal
     const int peer = threadIdx.x;
     if (!state.fault && call.option && peer == 0) signal(call, state.epoch);
     if (!state.fault && peer < kRanks && peer != call.rank) {
-        const Control* mine = control(call, call.rank);
+        const Control* mine = control(call, 0);
         u64 begin = 0;
         for (u32 polls = 1;; ++polls) {
-            u32 value;
-            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
-                         : "=r"(value) : "l"(&mine->started[peer]) : "memory");
-            if (i32(value - (state.epoch + 1)) >= 0) break;
+            if (i32(peek(&mine->started[peer]) - (state.epoch + 1)) >= 0) break;
             if (polls % kGatePolls == 0) {
                 if (peek(&mine->fault)) break;  // the kernels that follow report it
                 if (!begin) begin = now();

@@ -7,6 +7,16 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// The instructions of what happens rarely are put apart: fetching them takes time.
+__device__ inline bool usually(bool condition) { return __builtin_expect(condition, true); }
+__device__ inline bool rarely(bool condition) { return __builtin_expect(condition, false); }
+
+// The compiler does not work it out again where it is used, in a loop that polls.
+__device__ inline u32 kept(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 __device__ inline uint4 peek(const uint4* place) {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -17,6 +27,11 @@ __device__ inline uint4 peek(const uint4* place) {
 __device__ inline void poke(uint4* place, uint4 v) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(place), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Of a vector that has been taken; its place is one of this GPU.
+__device__ inline void put_zeros(uint4* place) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(place), "r"(0) : "memory");
 }
 
 __device__ inline u64 peek(const u64* place) {

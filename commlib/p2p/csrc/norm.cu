@@ -12,12 +12,13 @@
 template <class T, int V>
 struct OneHop : Rows<T, V> {
     using Base = Rows<T, V>;
-    using Base::Base, Base::call, Base::norm, Base::epoch, Base::good, Base::holds, Base::column;
+    using Base::Base, Base::call, Base::norm, Base::state, Base::good, Base::holds, Base::column;
     static constexpr int kFit = (V > 2 ? kUnderWay / 2 : kUnderWay) / kRanks;
     static constexpr int kBatch = kFit < 1 ? 1 : kFit < V ? kFit : V;  // of V at a time
 
+    // at: how many ranks after this one.
     __device__ uint4* from(int at, int source, int row, int j) const {
-        return slot(call, at, epoch, (source * norm.rows + row) * norm.width + column(j));
+        return slot(call, at, state.epoch, (source * norm.rows + row) * norm.width + column(j));
     }
 
     __device__ void push(int row, const Mine<V>& own) const {
@@ -26,9 +27,7 @@ struct OneHop : Rows<T, V> {
             if (!holds(j)) continue;
             const uint4 v = masked(own[j]);
 #pragma unroll
-            for (int d = 1; d < kRanks; ++d) {
-                poke(from((call.rank + d) % kRanks, call.rank, row, j), v);
-            }
+            for (int d = 1; d < kRanks; ++d) poke(from(d, call.rank, row, j), v);
         }
     }
 
@@ -45,7 +44,7 @@ struct OneHop : Rows<T, V> {
             more[i] = this->addends(row, first + i);
         }
         good = good && take_all<kBatch, kRanks>(
-            call, epoch, wanted, [&](int i, int r) { return from(call.rank, r, row, first + i); },
+            call, state, wanted, [&](int i, int r) { return from(0, r, row, first + i); },
             [](int, int r) { return r; }, v);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -80,7 +79,7 @@ __device__ inline void norm_one_shot(const NormCall& norm) {
         }
         work.finish(row);
     }
-    leave(norm.call);
+    leave(norm.call, work.state);
 }
 
 // -- two hops ----------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ __device__ inline void norm_one_shot(const NormCall& norm) {
 template <class T, int V>
 struct TwoHops : Rows<T, V> {
     using Base = Rows<T, V>;
-    using Base::call, Base::norm, Base::epoch, Base::good, Base::holds, Base::column;
+    using Base::call, Base::norm, Base::state, Base::good, Base::holds, Base::column;
     const int slice;
 
     __device__ TwoHops(const NormCall& norm, Parts& parts)
@@ -97,17 +96,19 @@ struct TwoHops : Rows<T, V> {
 
     __device__ int owner(int j) const { return column(j) / slice; }
 
-    // Of the first hop come `source`s 0 to kRanks - 1, of the second kRanks + the owner.
+    // Of the first hop come `source`s 0 to kRanks - 1, of the second kRanks + the owner. at: how many
+    // ranks after this one.
     __device__ uint4* from(int at, int source, int row, int j) const {
         const int begin = (source * norm.rows + row) * slice;
-        return slot(call, at, epoch, begin + column(j) - owner(j) * slice);
+        return slot(call, at, state.epoch, begin + column(j) - owner(j) * slice);
     }
 
     __device__ void push(int row, const Mine<V>& own) const {
 #pragma unroll
         for (int j = 0; j < V; ++j) {
             if (!holds(j) || owner(j) == call.rank) continue;
-            poke(from(owner(j), call.rank, row, j), masked(own[j]));
+            const int to = (owner(j) - call.rank + kRanks) % kRanks;
+            poke(from(to, call.rank, row, j), masked(own[j]));
         }
     }
 
@@ -119,8 +120,7 @@ struct TwoHops : Rows<T, V> {
             this->own(row, j, v[0]);
             const typename Base::Addends more = this->addends(row, j);
             good = good && take_all<1, kRanks>(
-                call, epoch, others(call),
-                [&](int, int r) { return from(call.rank, r, row, j); },
+                call, state, others(call), [&](int, int r) { return from(0, r, row, j); },
                 [](int, int r) { return r; }, v);
             if (!good) {
                 this->keep(row, j, not_numbers());
@@ -128,9 +128,7 @@ struct TwoHops : Rows<T, V> {
             }
             const uint4 z = this->added(v[0], more);
 #pragma unroll
-            for (int d = 1; d < kRanks; ++d) {
-                poke(from((call.rank + d) % kRanks, kRanks + call.rank, row, j), masked(z));
-            }
+            for (int d = 1; d < kRanks; ++d) poke(from(d, kRanks + call.rank, row, j), masked(z));
             this->keep(row, j, z);
         }
     }
@@ -151,8 +149,8 @@ struct TwoHops : Rows<T, V> {
             }
         }
         good = good && take_all<V, 1>(
-            call, epoch, wanted,
-            [&](int j, int) { return from(call.rank, kRanks + owner(j), row, j); },
+            call, state, wanted,
+            [&](int j, int) { return from(0, kRanks + owner(j), row, j); },
             [&](int j, int) { return owner(j); }, v, 2);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
@@ -182,7 +180,7 @@ __device__ inline void norm_two_shot(const NormCall& norm) {
         if (second >= first && second < norm.rows) work.add_and_spread(second);
         if (third >= first && third < norm.rows) work.finish(third);
     }
-    leave(norm.call);
+    leave(norm.call, work.state);
 }
 
 #define ENTRY(algorithm, name, T, V)                                      \

@@ -33,7 +33,8 @@ struct Part {
     }
 };
 
-__device__ inline bool flagged(const uint4& v) { return v.y && v.w; }
+// 0 while a flag is missing.
+__device__ inline u32 flagged(const uint4& v) { return min(v.y, v.w); }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     packets(const __grid_constant__ Call call) {
@@ -46,24 +47,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const auto push = [&](u32 epoch, i64 i) {
 #pragma unroll
         for (int d = 1; d < kRanks; ++d) {
-            const int peer = (call.rank + d) % kRanks;
-            const uint2 v = given(peer).get(i);
-            poke(slot(call, peer, epoch, call.rank * pieces + i), make_uint4(v.x, kFlag, v.y, kFlag));
+            const uint2 v = given((call.rank + d) % kRanks).get(i);
+            poke(slot(call, d, epoch, call.rank * pieces + i), make_uint4(v.x, kFlag, v.y, kFlag));
         }
     };
     const auto spoil = [&](i64 i) {  // all bits set: NaN, -1 or 255
         for (int r = 0; r < kRanks; ++r) wanted(r).put(i, make_uint2(~0u, ~0u));
     };
-    await_predecessor();
-    const State state = enter(call);
+    begin(call);
+    State state = enter(call);
     if (state.fault) {
         report(call, state.fault);
         for (i64 i = first; i < pieces; i += step) spoil(i);
         return;
     }
     if (first < pieces) push(state.epoch, first);
-    const Ticket ticket = arrive(call);
-    advance(call, ticket, state);
+    sign(call, state);
     for (i64 i = first; i < pieces; i += step) {
         if (i + step < pieces) push(state.epoch, i + step);
         own.put(i, given(call.rank).get(i));
@@ -71,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         uint4 v[kRanks];
 #pragma unroll
         for (int r = 0; r < kRanks; ++r) {
-            from[r] = slot(call, call.rank, state.epoch, r * pieces + i);
+            from[r] = slot(call, 0, state.epoch, r * pieces + i);
         }
-        if (!take(call, state.epoch, others(call), from, v, flagged)) {
+        if (!take(call, state, others(call), from, v, flagged)) {
             spoil(i);
             continue;
         }
@@ -82,5 +81,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (r != call.rank) wanted(r).put(i, make_uint2(v[r].x, v[r].z));
         }
     }
-    leave(call);
+    leave(call, state);
 }

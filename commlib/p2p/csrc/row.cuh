@@ -23,12 +23,12 @@ constexpr int kUnderWay = 8;  // vectors that a thread waits for at a time; more
 // As take, of `Count` times `Ranks` vectors from place(i, r); peer(i, r) is whom to name if one
 // does not come, and bit i * Ranks + r of `wanted` says whether it will.
 template <int Count, int Ranks, class Place, class Peer>
-__device__ inline bool take_all(const Call& call, u32 epoch, u32 wanted, Place place, Peer peer,
+__device__ inline bool take_all(const Call& call, const State& state, u32 wanted, Place place, Peer peer,
                                 uint4 (&to)[Count][Ranks], int hop = 1) {
     const auto wants = [&](int i, int r) { return wanted >> (i * Ranks + r) & 1; };
     u64 begin = 0;
     for (u32 polls = 1;; ++polls) {
-        int missing = -1;
+        u32 least = ~0u;
 #pragma unroll
         for (int i = 0; i < Count; ++i)
 #pragma unroll
@@ -38,15 +38,22 @@ __device__ inline bool take_all(const Call& call, u32 epoch, u32 wanted, Place p
         for (int i = 0; i < Count; ++i)
 #pragma unroll
             for (int r = 0; r < Ranks; ++r)
+                if (wants(i, r)) least = min(least, every_word(to[i][r]));
+        if (least) break;
+        if (usually(polls % kPolls)) continue;
+        int missing = -1;
+#pragma unroll
+        for (int i = 0; i < Count; ++i)
+#pragma unroll
+            for (int r = 0; r < Ranks; ++r)
                 if (wants(i, r) && !every_word(to[i][r])) missing = peer(i, r);
-        if (missing < 0) break;
-        if (polls % kPolls == 0 && given_up(call, begin, missing, epoch, hop)) return false;
+        if (given_up(call, state, begin, missing, hop)) return false;
     }
 #pragma unroll
     for (int i = 0; i < Count; ++i)
 #pragma unroll
         for (int r = 0; r < Ranks; ++r)
-            if (wants(i, r)) *place(i, r) = make_uint4(0, 0, 0, 0);
+            if (wants(i, r)) put_zeros(place(i, r));
     return true;
 }
 
@@ -76,7 +83,7 @@ struct Rows {
     const Call& call;
     const Team team;
     RowSum sum;
-    u32 epoch;
+    State state;
     bool good;  // no peer has been given up
 
     __device__ Rows(const NormCall& norm, Parts& parts)
@@ -207,25 +214,22 @@ struct Rows {
         }
     }
 
-    // After the first pushes, which `state` has allowed or not. After a fault a block goes on
-    // without its peers, for its team counts on it, and no result is a number.
-    __device__ void begin(const State& state) {
+    // After the first pushes, if there is no fault. After one a block goes on without its peers, for
+    // its team counts on it, and no result is a number.
+    __device__ void pushed() {
         good = !__syncthreads_or(state.fault != 0);
         team.arrive();
         if (state.fault) report(call, state.fault);
-        if (!good) return;
-        const Ticket ticket = ::arrive(call);
-        advance(call, ticket, state);
+        if (good) sign(call, state);
     }
 };
 
 // Pushes the first row as soon as it may, before anything else.
 template <class Work, int V>
 __device__ inline void start(Work& work, Mine<V>& own) {
-    await_predecessor();
+    begin(work.call);
     work.get(work.call.x, work.team.first, own);
-    const State state = enter(work.call);
-    work.epoch = state.epoch;
-    if (!state.fault) work.push(work.team.first, own);
-    work.begin(state);
+    work.state = enter(work.call);
+    if (!work.state.fault) work.push(work.team.first, own);
+    work.pushed();
 }

@@ -1,81 +1,97 @@
 // all_reduce in two kernels: work between them on the stream runs while the data is under way.
-// The first reads the epoch and leaves it; the second moves it on.
+// The first reads the number of the call; the second counts as the call.
 
 #include "hops.cuh"
 
-__device__ inline bool begin(const Call& call, u32& epoch) {
-    await_predecessor();
-    const State state = enter(call);
-    epoch = state.epoch;
-    if (state.fault) report(call, state.fault);
-    if (!state.fault && call.signals && blockIdx.x == 0 && threadIdx.x == 0) signal(call, epoch);
-    return !state.fault;
-}
-
-// The first thread of a block that releases does so for all of it, also for those that have not even
-// read the epoch; later work may move that on.
-__device__ inline void release_first_half() {
-    __syncthreads();
-    release_dependents();
-}
-
-template <class T>
-__device__ inline void one_shot_begin(const Call& call) {
-    OneShot<T> work(call);
-    if (!begin(call, work.epoch)) return;
-    for (i64 i = first_vector(); i < work.vectors; i += stride()) work.push(i, work.x.get(i));
-    release_first_half();
-}
-
-template <class T>
-__device__ inline void one_shot_end(const Call& call) {
-    OneShot<T> work(call);
-    await_predecessor();
-    const State state = enter(call);
-    work.epoch = state.epoch;
-    if (state.fault) return refuse(call, state, work.out);
-    const Ticket ticket = arrive(call);
-    advance(call, ticket, state);
-    for (i64 i = first_vector(); i < work.vectors; i += stride()) {
-        work.template finish<kSum>(i, work.x.get(i));
+// After the first half has entered. False after a fault, which is reported: nothing is to be done.
+__device__ inline bool opened(const Call& call, const State& state) {
+    if (state.fault) {
+        report(call, state.fault);
+        return false;
     }
-    leave(call);
+    if (call.signals && blockIdx.x == 0 && threadIdx.x == 0) signal(call, state.epoch);
+    return true;
 }
 
 template <class T>
-__device__ inline void two_shot_begin(const Call& call) {
-    TwoShot<T> work(call);
-    if (!begin(call, work.epoch)) return;
-    for (i64 i = first_vector(); i < work.slice; i += stride()) work.scatter(i);
-    release_first_half();
-}
+struct OneShotBegin {
+    template <bool kWhole>
+    struct Of {
+        __device__ static void run(const Call& call) {
+            OneShot<T, kWhole> work(call);
+            const Turns turns = turns_of_one_hop();
+            begin(call);
+            work.enter();
+            if (!opened(call, work.state)) return;
+            for (u32 i = turns.first; i < work.vectors; i += turns.step) work.push(i, work.x.get(i));
+        }
+    };
+};
 
 template <class T>
-__device__ inline void two_shot_end(const Call& call) {
-    TwoShot<T> work(call);
-    await_predecessor();
-    const State state = enter(call);
-    work.epoch = state.epoch;
-    if (state.fault) return refuse(call, state, work);
-    const Ticket ticket = arrive(call);
-    advance(call, ticket, state);
-    for (i64 i = first_vector(); i < work.slice + stride(); i += stride()) {
-        if (i < work.slice) work.template reduce_and_spread<kSum>(i);
-        if (i >= stride()) work.gather(i - stride());
-    }
-    leave(call);
-}
+struct OneShotEnd {
+    template <bool kWhole>
+    struct Of {
+        __device__ static void run(const Call& call) {
+            OneShot<T, kWhole> work(call);
+            const Turns turns = turns_of_one_hop();
+            begin(call);
+            work.enter();
+            if (work.state.fault) return work.refuse(turns);
+            sign(call, work.state);
+            for (u32 i = turns.first; i < work.vectors; i += turns.step) {
+                work.template finish<kSum>(i, work.x.get(i));
+            }
+            leave(call, work.state);
+        }
+    };
+};
 
-#define ENTRY(step, name, T)                            \
+template <class T>
+struct TwoShotBegin {
+    template <bool kWhole>
+    struct Of {
+        __device__ static void run(const Call& call) {
+            TwoShot<T, kWhole> work(call);
+            const Turns turns = work.turns();
+            begin(call);
+            work.enter();
+            if (!opened(call, work.state)) return;
+            for (u32 i = turns.first; i < work.slice; i += turns.step) work.scatter(i, work.given(i));
+        }
+    };
+};
+
+template <class T>
+struct TwoShotEnd {
+    template <bool kWhole>
+    struct Of {
+        __device__ static void run(const Call& call) {
+            TwoShot<T, kWhole> work(call);
+            const Turns turns = work.turns();
+            begin(call);
+            work.enter();
+            if (work.state.fault) return work.refuse();
+            sign(call, work.state);
+            for (u32 i = turns.first; i < work.slice + turns.step; i += turns.step) {
+                work.template reduce_and_spread<kSum>(i, work.own(i));
+                if (i >= turns.step) work.gather(i - turns.step);
+            }
+            leave(call, work.state);
+        }
+    };
+};
+
+#define ENTRY(step, Kernel, name, T)                     \
     extern "C" __global__ void __launch_bounds__(kThreads) \
         step##_##name(const __grid_constant__ Call call) {  \
-        step<T>(call);                                       \
+        run<T, Kernel<T>::template Of>(call);                \
     }
-#define STEPS(name, T)              \
-    ENTRY(one_shot_begin, name, T)   \
-    ENTRY(one_shot_end, name, T)      \
-    ENTRY(two_shot_begin, name, T)     \
-    ENTRY(two_shot_end, name, T)
+#define STEPS(name, T)                             \
+    ENTRY(one_shot_begin, OneShotBegin, name, T)    \
+    ENTRY(one_shot_end, OneShotEnd, name, T)         \
+    ENTRY(two_shot_begin, TwoShotBegin, name, T)      \
+    ENTRY(two_shot_end, TwoShotEnd, name, T)
 
 STEPS(bfloat16_sum, Bfloat16)
 STEPS(float16_sum, Float16)

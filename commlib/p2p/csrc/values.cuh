@@ -43,13 +43,17 @@ __device__ inline float combine(float a, float b) {
     return c;
 }
 
+// By a power of two a product has the same bits, and takes an instruction.
+__device__ inline float divided_by_ranks(float item) {
+    constexpr bool power = (kRanks & (kRanks - 1)) == 0;
+    return power ? __fmul_rn(item, 1.0f / kRanks) : __fdiv_rn(item, kRanks);
+}
+
 // The reduction of all ranks' vectors in float32 and in rank order, so with the same bits on all of
-// them. A sum begins with +0: that a rank sees its own +0 and its peers' as -0 makes no difference.
+// them but for the sign of a zero: a rank sees its own +0, and those of its peers as -0. pack drops it.
 template <class T, int Op>
 __device__ inline void reduce(const uint4 (&v)[kRanks], bool mean, float (&to)[kItems<T>]) {
     unpack<T>(v[0], to);
-    if (Op == kSum)
-        for (float& item : to) item = __fadd_rn(0.0f, item);
 #pragma unroll
     for (int rank = 1; rank < kRanks; ++rank) {
         float next[kItems<T>];
@@ -58,7 +62,7 @@ __device__ inline void reduce(const uint4 (&v)[kRanks], bool mean, float (&to)[k
         for (int k = 0; k < kItems<T>; ++k) to[k] = combine<Op>(to[k], next[k]);
     }
     if (Op == kSum && mean)
-        for (float& item : to) item = __fdiv_rn(item, kRanks);
+        for (float& item : to) item = divided_by_ranks(item);
 }
 
 // -- on the way --------------------------------------------------------------------------------------
@@ -75,12 +79,21 @@ __device__ inline uint4 unmasked(const uint4& v) {
     return make_uint4(unmasked(v.x), unmasked(v.y), unmasked(v.z), unmasked(v.w));
 }
 
-__device__ inline bool every_word(const uint4& v) { return v.x && v.y && v.z && v.w; }
+// 0 while a word is missing.
+__device__ inline u32 every_word(const uint4& v) { return min(min(v.x, v.y), min(v.z, v.w)); }
 
 // -- in tensors of any length and alignment ----------------------------------------------------------
 
+// Whether each vector of a tensor is a whole one, and can be loaded at once.
 template <class T>
-struct View {  // of one tensor, in vectors; the last may be short, and is filled up with zeros
+__device__ inline bool whole_vectors(const void* at, i64 count) {
+    return reinterpret_cast<u64>(at) % 16 == 0 && count % kItems<T> == 0;
+}
+
+// Of one tensor, in vectors; the last may be short, and is filled up with zeros. kWhole: of a tensor
+// of whole vectors, which takes a fraction of the instructions.
+template <class T, bool kWhole>
+struct View {
     typedef typename T::Bits Bits;
     Bits* items;
     i64 count;
@@ -91,24 +104,27 @@ struct View {  // of one tensor, in vectors; the last may be short, and is fille
           count(count),
           aligned(reinterpret_cast<u64>(at) % 16 == 0) {}
 
-    __device__ i64 vectors() const { return (count + kItems<T> - 1) / kItems<T>; }
-    __device__ bool whole(i64 i) const { return aligned && (i + 1) * kItems<T> <= count; }
+    __device__ u32 vectors() const { return (count + kItems<T> - 1) / kItems<T>; }
+    __device__ bool whole(u32 i) const {
+        return kWhole || (aligned && i64(i + 1) * kItems<T> <= count);
+    }
 
-    __device__ uint4 get(i64 i) const {
+    __device__ uint4 get(u32 i) const {
         if (whole(i)) return reinterpret_cast<const uint4*>(items)[i];
         union {
             uint4 v;
             Bits item[kItems<T>];
         } u;
         u.v = make_uint4(0, 0, 0, 0);
+        const i64 first = i64(i) * kItems<T>;
 #pragma unroll
         for (int k = 0; k < kItems<T>; ++k) {
-            if (i * kItems<T> + k < count) u.item[k] = items[i * kItems<T> + k];
+            if (first + k < count) u.item[k] = items[first + k];
         }
         return u.v;
     }
 
-    __device__ void put(i64 i, const uint4& v) const {
+    __device__ void put(u32 i, const uint4& v) const {
         if (whole(i)) {
             reinterpret_cast<uint4*>(items)[i] = v;
             return;
@@ -118,9 +134,10 @@ struct View {  // of one tensor, in vectors; the last may be short, and is fille
             Bits item[kItems<T>];
         } u;
         u.v = v;
+        const i64 first = i64(i) * kItems<T>;
 #pragma unroll
         for (int k = 0; k < kItems<T>; ++k) {
-            if (i * kItems<T> + k < count) items[i * kItems<T> + k] = u.item[k];
+            if (first + k < count) items[first + k] = u.item[k];
         }
     }
 };
