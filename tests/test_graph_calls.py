@@ -2,7 +2,7 @@
 
 import threading
 from ctypes import c_int
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from commlib.graph import GraphError
 from commlib.graph.watching.recorder import Recorder
 from commlib.graph.watching.runs import WarmUpRun, inside
 from commlib.graph.watching.undo import UndoLog
+from tests.support.autograd_threads import by_autograd
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
 from tests.support.hidden import HiddenCount
 from tests.support.runs_on import runs_on
@@ -267,39 +268,17 @@ def test_calls_from_a_backward(comm: Any) -> None:
     assert_equal(len(set(names)), 2 if on_gpu(comm) else 1, f"threads {set(names)}")
 
 
-class _Deep(torch.autograd.Function):
-    """A backward that goes back again; torch goes on in another thread where that is 60 deep."""
-
-    seen: ClassVar[list[tuple[str, bool]]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
-        ctx.depth = depth
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.depth:
-            with torch.enable_grad():
-                x = torch.ones(1, requires_grad=True)
-                _Deep.apply(x, ctx.depth - 1).backward()  # type: ignore[no-untyped-call]
-        else:
-            _Deep.seen.append((threading.current_thread().name, inside()))
-        return grad * 2, None
-
-
 @pytest.mark.parametrize("watched", [False, True])
 def test_threads_of_a_backward(watched: bool) -> None:
     """They work for the run before a capture that has begun them, and for none after it."""
-    _Deep.seen.clear()
 
-    def back() -> None:
-        _Deep.apply(torch.ones(1, requires_grad=True), 65).backward()  # type: ignore[no-untyped-call]
+    def seen() -> tuple[str, bool]:
+        found: tuple[str, bool] = by_autograd(lambda: (threading.current_thread().name, inside()))
+        return found
 
     with Recorder(torch.device("cpu")) if watched else WarmUpRun(UndoLog()).under_way():
-        back()
-    back()
-    (there, during), (_, after) = _Deep.seen
+        there, during = seen()
+    _, after = seen()
     assert there != threading.current_thread().name
     assert (during, after) == (True, False)
 

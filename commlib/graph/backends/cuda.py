@@ -18,7 +18,7 @@ from commlib.graph.backends.blas_workspace import BlasWorkspace
 from commlib.graph.backends.cached_memory import trim_after_backward, trimmed
 from commlib.graph.backends.capture_lock import CaptureLock
 from commlib.graph.backends.cuda_driver import clear_error, no_stale_streams, nodes, unsafe_calls
-from commlib.graph.backends.cuda_graph import CudaRecording, end_late, under_way
+from commlib.graph.backends.cuda_graph import CudaRecording, check_single, end_late, under_way
 from commlib.graph.backends.graph_memory import Failures, allocated_bytes, join_frees, memory_of
 from commlib.graph.backends.private_pool import PrivatePool
 from commlib.graph.backends.side_stream import SideStream
@@ -113,6 +113,7 @@ class CudaBackend:
         leaves there is gone when that one is replayed.
         """
         with _capturing, no_collection():
+            check_single()
             torch.cuda.synchronize(self.device)  # a capture writes where replays read
             pool = PrivatePool(self.stream)
             self._take_turn()
@@ -163,6 +164,7 @@ class CudaBackend:
         """
         with ExitStack() as scope:
             scope.enter_context(_capturing)
+            check_single()
             _failures.check()
             self._collect(everything=self._failed_since)
             scope.enter_context(no_collection())

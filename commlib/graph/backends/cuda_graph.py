@@ -4,12 +4,22 @@ import sys
 
 import torch
 
+from commlib.errors import GraphError
 from commlib.graph.backends.graph_memory import GraphMemory
 from commlib.graph.watching.host import HostPart
 from commlib.streams import capturing
 
 under_way: list[object] = []  # the backends that capture now
 _late: list[tuple[torch.cuda.CUDAGraph, GraphMemory | None]] = []  # to be destroyed after that
+
+
+def check_single() -> None:
+    """Raise ``GraphError`` if a capture is under way; the caller holds the lock of captures."""
+    if under_way:
+        raise GraphError(
+            "a backward inside a capture needs a further graph, and torch captures one graph at a "
+            "time; run that backward outside of captured functions"
+        )
 
 
 class CudaRecording:
