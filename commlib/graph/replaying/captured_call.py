@@ -138,27 +138,26 @@ class CapturedCall:
         with self.segments.lock:
             self.segments.turn()
             self.bytes_copied = 0
-            if pointers != self.inputs.pointers:
-                fresh = self._place(call, pointers)
-                if fresh:
-                    self._capture_again(call, fresh, caller, gradients, done)
-                    return self.first(call, caller, gradients)
-            where = ""
-            if self.outputs.any_borrowed:
-                where = line_of_frame(caller)
-                self.outputs.expire(f"the call at {where}")
-            self.replays += 1
-            timed = not self.replays & (self.replays - 1)  # now and then: the clock takes its time
-            began = time.perf_counter() if timed else 0.0
-            if self.segments.broken:
-                self._replay_parts(call, done)
-            else:
-                self.segments.replay()
-            if timed:
-                self.launch_seconds = time.perf_counter() - began
-            if self._only_launches:
-                return self.outputs.give(tensors, "")
-            return self._outcome(tensors, where, gradients)
+            fresh = None if pointers == self.inputs.pointers else self._place(call, pointers)
+            if not fresh:
+                where = ""
+                if self.outputs.any_borrowed:
+                    where = line_of_frame(caller)
+                    self.outputs.expire(f"the call at {where}")
+                self.replays += 1
+                timed = not self.replays & (self.replays - 1)  # seldom: the clock takes its time
+                began = time.perf_counter() if timed else 0.0
+                if self.segments.broken:
+                    self._replay_parts(call, done)
+                else:
+                    self.segments.replay()
+                if timed:
+                    self.launch_seconds = time.perf_counter() - began
+                if self._only_launches:
+                    return self.outputs.give(tensors, "")
+                return self._outcome(tensors, where, gradients)
+        self._capture_again(call, fresh, caller, gradients, done)  # replays do not wait for it
+        return self.first(call, caller, gradients)
 
     def first(self, call: Arguments, caller: FrameType, gradients: Gradients = NO_GRADIENTS) -> Any:
         """Run what the capture has not run, and return the outputs."""

@@ -1,6 +1,7 @@
 """The slots of one kind of call: one per forward whose backward has not run yet."""
 
 from collections.abc import Callable, Sequence
+from threading import RLock
 from types import FrameType
 from typing import Any
 
@@ -37,6 +38,8 @@ class Slots:
         """``make`` returns one more slot, which is not captured yet; ``count``: how many at all."""
         self._make, self._fn, self._schedule = make, fn, schedule
         self._count = count
+        # Of the slots. Replays have a lock per device, which a thread that captures does not hold.
+        self._lock = RLock()
         self.slots: list[Slot] = []
         self.replays = 0
         self.places = NO_PLACES
@@ -51,7 +54,6 @@ class Slots:
         first = self._make()
         first.capture(call, later=False)
         self.slots.append(first)
-        self._lock = first.forward.segments.lock
         for number in range(1, self._count or 1):
             slot = self._make()
             try:
