@@ -86,6 +86,14 @@ def check_untransformed_backward(grads: Iterable[torch.Tensor | None]) -> None:
         )
 
 
+def check_earlier_backward() -> None:
+    """Raise ``GraphError`` for the backward of an earlier captured call, inside a function."""
+    raise GraphError(
+        "the function runs the backward of an earlier captured call, and no graph can hold another "
+        "one; run that backward outside, or mark the part with commlib.graph.eager"
+    )
+
+
 def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an argument whose values no graph could find at its address."""
     for i, tensor in enumerate(tensors):

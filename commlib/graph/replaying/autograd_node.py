@@ -5,10 +5,11 @@ from typing import Any, Protocol
 
 import torch
 
+from commlib.core import observers
 from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.leaves import Tensors
-from commlib.graph.operators.unsupported import check_untransformed_backward
+from commlib.graph.operators.unsupported import check_earlier_backward, check_untransformed_backward
 from commlib.graph.replaying.nodes import all_run, retains
 
 Grads = Sequence[torch.Tensor | None]
@@ -79,6 +80,8 @@ class Node(torch.autograd.Function):
         """Return the gradients of all that leads to some."""
         *coming, _ = grads  # the tie has no gradient
         check_untransformed_backward(coming)
+        if observers.observers and observers.refusing():
+            check_earlier_backward()
         creates = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
             found = _gone_back(ctx, coming, () if creates else ctx.next_functions)
