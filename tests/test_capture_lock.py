@@ -155,7 +155,7 @@ def test_two_threads_for_one_holder(lock: CaptureLock) -> None:
 
 
 def test_nodes_of_another_backward(lock: CaptureLock) -> None:
-    """A thread that waits for a backward of its own runs nodes of others: they do not wait."""
+    """A thread that waits for its own backward runs nodes of others too: they do not wait."""
 
     def node() -> bool:
         with lock:

@@ -1,0 +1,228 @@
+"""The backward of an earlier captured call, inside the function of a first call.
+
+On a GPU it runs in a thread of autograd, for which the call waits.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from commlib import graph
+from commlib.errors import GraphError
+from commlib.graph.backends import cuda_graph
+from commlib.graph.backends.base import CpuBackend
+from commlib.graph.backends.cuda import of_gpu
+from commlib.graph.backends.cuda_graph import check_single
+from commlib.graph.replaying.captured_call import CapturedCall
+from commlib.graph.replaying.slot import Slot
+from commlib.graph.watching.real_call import RealCall
+from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.runs_on import runs_on
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+# Which of two outputs a loss is made of: the backward from both of them is captured at once.
+LOSSES: list[Callable[[Pair], torch.Tensor]] = [
+    lambda outs: outs[0].sum(),
+    lambda outs: (outs[1] * 2).sum(),
+    lambda outs: (outs[0] + outs[1]).sum(),
+]
+
+
+def weight_of(device: torch.device) -> torch.Tensor:
+    return torch.arange(1.0, 4.0, device=device).requires_grad_()
+
+
+def pair(weight: torch.Tensor) -> Callable[[torch.Tensor], Pair]:
+    return lambda x: ((weight * x).sin(), weight * weight * x)
+
+
+def inside(device: torch.device, option: Any) -> None:
+    """Compare the gradients of first calls that go back through a captured call."""
+    weight, x = weight_of(device), torch.linspace(-1, 1, 3, device=device)
+    fn = pair(weight)
+    g = graph.capture(fn, outputs="copy", verify=option)
+    for turn, loss in enumerate((*LOSSES, *LOSSES)):
+        (want,) = torch.autograd.grad(loss(fn(x)), weight)
+        step = graph.capture(lambda loss: loss.backward(), on_fail="eager")
+        weight.grad = torch.zeros_like(weight)  # a call that begins gradients is not captured yet
+        step(loss(g(x)))
+        assert_bits_equal(weight.grad, want, f"turn {turn}")
+    assert_equal(sum(row["replays"] for row in graph.report(g)), 5, "replays")
+
+
+@pytest.mark.parametrize("option", [False, 1], ids=["plain", "verified"])
+@runs_on("unified_ranks")
+def test_inside_of_a_first_call(comm: Any, option: Any) -> None:
+    """It is verified, or needs a further graph: neither waits for the call."""
+    inside(comm.device, option)
+
+
+@pytest.mark.parametrize("option", [False, 1], ids=["plain", "verified"])
+@pytest.mark.parametrize("which", [0, 2], ids=["further", "known"])
+@runs_on("unified_ranks")
+def test_it_is_not_captured(comm: Any, which: int, option: Any) -> None:
+    """No graph holds another one: the call counts, and its capture raises before it goes back."""
+    weight, x = weight_of(comm.device), torch.ones(3, device=comm.device)
+    fn, of = pair(weight), LOSSES[which]
+    g = graph.capture(fn, outputs="copy", verify=option)
+    g(x)
+    loss = of(g(x))
+    (want,) = torch.autograd.grad(of(fn(x)), weight)
+    weight.grad = torch.zeros_like(weight)  # a call that begins gradients is not captured yet
+    step = graph.capture(lambda: loss.backward(retain_graph=True), first="warmup")
+    with raises(GraphError, "the backward of an earlier captured call", "effects of the call"):
+        step()
+    assert_bits_equal(weight.grad, want, "the call")
+    loss.backward()
+    assert_bits_equal(weight.grad, want * 2, "outside")
+
+
+@pytest.mark.parametrize("option", [False, 1], ids=["plain", "verified"])
+@runs_on("unified_ranks")
+def test_in_an_eager_part(comm: Any, option: Any) -> None:
+    """It goes back at each call, and in the runs before the capture too."""
+    weight, x = weight_of(comm.device), torch.ones(3, device=comm.device)
+    fn = pair(weight)
+    g = graph.capture(fn, outputs="copy", verify=option)
+    g(x)
+    loss = LOSSES[0](g(x))
+    (want,) = torch.autograd.grad(LOSSES[0](fn(x)), weight)
+    weight.grad = torch.zeros_like(weight)
+
+    @graph.eager
+    def part() -> None:
+        loss.backward(retain_graph=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        part()
+        return y * 2
+
+    step = graph.capture(function, outputs="copy", verify=False)
+    expected = torch.zeros_like(want)
+    for turn in range(3):
+        assert_bits_equal(step(x), x * 4, f"turn {turn}")
+        expected = expected + want
+        assert_bits_equal(weight.grad, expected, f"gradients, turn {turn}")
+
+
+@runs_on("cpu_ranks")
+def test_a_run_does_not_see_captures_inside_of_it(comm: Any) -> None:
+    """It would copy what they write, and on a GPU a capture holds the copy."""
+    weight, x = weight_of(comm.device), torch.ones(3)
+    g = graph.capture(pair(weight), outputs="copy", verify=False)
+    g(x)
+    loss = LOSSES[0](g(x))
+
+    run = RealCall(comm.device, (), named=True)
+    run.run(loss.backward)
+    assert_equal(run.names.count("aten.cos.default"), 1, "the replay alone")
+
+
+@runs_on("gpu_ranks")
+def test_one_capture_at_a_time(comm: Any) -> None:
+    """A second one raises, and leaves the first as it is: its thread holds the lock already."""
+    backend, x = of_gpu(comm.device.index), torch.ones(3, device=comm.device)
+    backend.begin()
+    y = x + 1
+    with raises(GraphError, "one graph at a time"):
+        backend.begin()
+    with raises(GraphError, "one graph at a time"):
+        backend.own_pool()
+    recording = backend.end()
+    recording.replay()
+    assert_bits_equal(y, torch.full_like(x, 2.0))
+
+
+def test_a_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_single()
+    monkeypatch.setattr(cuda_graph, "under_way", [object()])
+    with raises(GraphError, "one graph at a time"):
+        check_single()
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_replays_do_not_wait_for_captures(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that captures waits for other captures, and those wait for replays."""
+    monkeypatch.setattr(CpuBackend, "copies_arguments", False)  # as on a GPU
+    kind = CapturedCall if moved else Slot
+    name = "_capture_again" if moved else "capture"
+    original, found = getattr(kind, name), list[bool]()
+    weight = torch.ones(3, requires_grad=not moved)
+    g = graph.capture(lambda x: weight * x, outputs="copy", verify=False)
+    x = torch.ones(3)
+    first = g(x)
+    (entry,) = g.entries.values()
+    lock = entry.parts[0].segments.lock
+
+    def free() -> None:
+        held = lock.acquire(blocking=False)
+        found.append(held)
+        if held:
+            lock.release()
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=free)
+        thread.start()
+        thread.join(10)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, name, watched)
+    kept = None if moved else g(x)  # takes the slot
+    second = g(torch.ones(3) if moved else x)
+    assert_bits_equal(second.detach(), first.detach(), "the second call")
+    assert_equal(found, [True], "the lock of replays is free")
+    del kept
+
+
+def in_two_threads(device: torch.device, work: Callable[[int], None]) -> None:
+    """Begin ``work(0)`` and ``work(1)`` at the same time, and raise their first error."""
+    meet, errors = threading.Barrier(2), list[BaseException]()
+
+    def guarded(i: int) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            meet.wait(50)
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert_equal([thread.is_alive() for thread in threads], [False] * 2, "threads that wait")
+    for error in errors:
+        raise error
+
+
+@runs_on("unified_ranks")
+def test_first_calls_of_two_threads(comm: Any) -> None:
+    """One of them waits for the other, and neither for its own backward."""
+    in_two_threads(comm.device, lambda _: inside(comm.device, option=False))
+
+
+@runs_on("unified_ranks")
+def test_further_slots_of_two_threads(comm: Any) -> None:
+    """A first call and a further slot are captured one after the other."""
+    weights = [weight_of(comm.device) for _ in range(2)]
+    x = torch.ones(3, device=comm.device)
+    outs: list[torch.Tensor] = []
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            g = graph.capture(lambda x: weights[i] * x, outputs="copy", verify=False)
+            outs.extend([g(x) for _ in range(4)])
+
+    in_two_threads(comm.device, work)
+    torch.stack(outs).sum().backward()
+    for weight in weights:
+        assert_bits_equal(weight.grad, x * 20)
