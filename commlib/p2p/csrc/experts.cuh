@@ -270,7 +270,10 @@ __device__ inline bool enter(const Call& call, Kind kind, State& state) {
 }
 
 __device__ inline void fill(void* at, i64 bytes, u32 value) {
-    for (i64 i = threadIdx.x; i < bytes / 4; i += kThreads) static_cast<u32*>(at)[i] = value;
+    const bool whole = (reinterpret_cast<u64>(at) | bytes) % 16 == 0;
+    const uint4 v = make_uint4(value, value, value, value);
+    for (i64 i = threadIdx.x; whole && i < bytes / 16; i += kThreads) static_cast<uint4*>(at)[i] = v;
+    for (i64 i = threadIdx.x; !whole && i < bytes / 4; i += kThreads) static_cast<u32*>(at)[i] = value;
 }
 
 // Ends a call. `spoil` overwrites all results, in the last block of a call with a fault.

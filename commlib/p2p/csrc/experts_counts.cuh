@@ -3,6 +3,8 @@
 #pragma once
 #include "experts.cuh"
 
+constexpr int kLoads = 8;  // choices of a token that a thread looks up at a time
+
 // Shared memory of a block: counters, in the order of `count`.
 __shared__ u32 counters[kCounters];
 
@@ -22,11 +24,20 @@ __device__ void add(const Call& call, const State& state, int first, int end) {
     for (int begin = first; begin < end; begin += kThreads) {
         const int token = begin + threadIdx.x;
         u32 ranks = 0;
-        for (int k = 0; token < end && k < call.choices; ++k) {
-            const int e = expert<Known>(call, static_cast<i64>(token) * call.choices + k);
-            if (e < 0 || !has(state.live, e / call.local)) continue;
-            atomicAdd(&counters[e], 1);
-            ranks |= 1u << e / call.local;
+        for (int k = 0; token < end && k < call.choices; k += kLoads) {
+            int held[kLoads];  // on their way at the same time
+#pragma unroll
+            for (int n = 0; n < kLoads; ++n) {
+                const i64 choice = static_cast<i64>(token) * call.choices + k + n;
+                held[n] = k + n < call.choices ? expert<Known>(call, choice) : -1;
+            }
+#pragma unroll
+            for (int n = 0; n < kLoads; ++n) {
+                const int e = held[n];
+                if (e < 0 || !has(state.live, e / call.local)) continue;
+                atomicAdd(&counters[e], 1);
+                ranks |= 1u << e / call.local;
+            }
         }
         for (int r = 0; r < call.size; ++r) {
             const u32 lanes = __ballot_sync(kWarp, has(ranks, r));

@@ -208,16 +208,17 @@ __device__ bool total(const Call& call, const State& state) {
     return report_overflow(call, state, worst);
 }
 
-// Makes unused rows zero, each block its share.
+// Makes unused rows zero, each taker its share: while the others are on their way.
 template <bool Known, class Way>
 __device__ bool clear_unused(const Call& call, const State& state) {
+    const int taker = blockIdx.x - call.pushers, takers = gridDim.x - call.pushers;
     __shared__ int list[kThreads], listed;
     if (!Known && !sums(call, state, state.live, call.rank * call.local, call.local)) return false;
     const int rows = call.local * call.capacity, bytes = Way::bytes(call);
-    for (int first = blockIdx.x; first < rows; first += kThreads * gridDim.x) {
+    for (int first = taker; first < rows; first += kThreads * takers) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
-        const int row = first + threadIdx.x * gridDim.x;
+        const int row = first + threadIdx.x * takers;
         bool unused = row < rows;
         if (unused && Known) {
             const int from = call.sources[row].x;
@@ -264,10 +265,10 @@ __device__ void run(const Call& call) {
     State state;
     bool good = enter(call, kToExperts, state);
     const bool pusher = blockIdx.x < call.pushers;
-    if (good) good = pusher ? push<Known, Way>(call, state) : take<Known, Way>(call, state);
+    if (good && pusher) good = push<Known, Way>(call, state);
     if (good && !Known && pusher) good = place_choices(call, state);
     if (good && !Known && blockIdx.x == call.pushers - 1) total(call, state);
-    if (good) clear_unused<Known, Way>(call, state);
+    if (good && !pusher && clear_unused<Known, Way>(call, state)) take<Known, Way>(call, state);
     leave(call, state, [&] { spoil<Known, Way>(call); });
 }
 
