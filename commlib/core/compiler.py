@@ -1,12 +1,15 @@
-"""Blocks that torch.compile must not trace."""
+"""Blocks and functions that torch.compile must not trace."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 
+Class = TypeVar("Class", bound=type)
 Entered = TypeVar("Entered")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def leave_to_eager(reason: str) -> None:
@@ -36,3 +39,30 @@ def untraced(block: AbstractContextManager[Entered]) -> Iterator[Entered]:
             yield entered
     finally:
         switch(before)
+
+
+def untraced_function(function: Function) -> Function:
+    """Return a function that Dynamo does not trace, nor what it calls.
+
+    A dispatch mode whose ``__torch_dispatch__`` is such a function returns False from
+    ``_should_skip_dynamo``: the wrapper that torch puts around the others takes several
+    microseconds at every operator. A mark on the code takes nothing; some builds of torch lack it.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        mark = frames._FrameExecStrategy(skip, skip)
+        frames.set_code_exec_strategy(function.__code__, mark)
+    except AttributeError:
+        return cast(Function, torch._disable_dynamo(function))
+    return function
+
+
+def untraced_methods(kind: Class) -> Class:
+    """Return a class whose own methods and properties Dynamo does not trace."""
+    for name, member in list(vars(kind).items()):
+        if isinstance(member, FunctionType):
+            setattr(kind, name, untraced_function(member))
+        elif isinstance(member, property) and isinstance(member.fget, FunctionType):
+            setattr(kind, name, member.getter(untraced_function(member.fget)))
+    return kind

@@ -10,10 +10,12 @@ from torch._C import _distributed_c10d as c10d
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.group_calls import NAME, GroupCalls
 from commlib.core.calls.order import CallOrder
+from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.rendezvous.world import World
 
 
+@untraced_methods
 class Backend(GroupCalls, c10d.Backend):
     """The backend of a torch process group, whose calls are those of rings.
 

@@ -15,6 +15,7 @@ from commlib.compat.c10d.options import check_rows, distinct, listed, options, p
 from commlib.compat.c10d.reductions import BY_HASH, arguments_of
 from commlib.compat.c10d.work import DONE
 from commlib.core.calls.order import CallOrder
+from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.core.stream_mode import MODES
 
@@ -24,6 +25,7 @@ AllreduceOptions = c10d.AllreduceOptions
 SYNC = MODES[True, True, True]  # in the order of the caller's stream
 
 
+@untraced_methods
 class Collectives:
     """The collectives of ``torch.distributed.ProcessGroup``, under their old and new names.
 

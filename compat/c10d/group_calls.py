@@ -16,6 +16,7 @@ from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
 from commlib.core.calls.order import CallOrder
+from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.core.dispatch import is_plain
 from commlib.core.tensors import is_symbolic
@@ -26,6 +27,7 @@ _UNSET = timedelta(0)
 _DEFAULTS = c10d.AllreduceOptions()  # of sends and receives, which take none
 
 
+@untraced_methods
 class GroupCalls(Collectives):
     """The calls of a group over the rings of its ranks: one ring per kind of device."""
 

@@ -11,11 +11,13 @@ import torch
 
 from commlib.compat.c10d.launching import Batch, Step, launch_async
 from commlib.compat.c10d.work import GroupWork
+from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, RingError
 from commlib.streams import capture_of
 
 
+@untraced_methods
 class PairWork(GroupWork):
     """A send or a receive that is launched when somebody asks for it, or before any other call."""
 

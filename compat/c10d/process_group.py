@@ -11,6 +11,7 @@ import torch.distributed as dist
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.group_calls import GroupCalls
 from commlib.core.calls.order import CallOrder
+from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.errors import DeviceError
 from commlib.rendezvous.world import World
@@ -25,6 +26,7 @@ class Options:
     group_name: str = ""
 
 
+@untraced_methods
 class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # overloads in torch
     """A process group over rings, in the place of the one that torch has made.
 

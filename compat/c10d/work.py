@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.core.work import Work
 from commlib.streams import capturing
@@ -16,6 +17,7 @@ Tensor = torch.Tensor
 _NO_TIMEOUT = timedelta(0)
 
 
+@untraced_methods
 class GroupWork(dist.Work):
     """Works of a ring with the interface of ``torch.distributed.Work``.
 
@@ -138,6 +140,7 @@ class GroupWork(dist.Work):
                 self._task = workers.start(self._join, "a call whose end is asked for")
 
 
+@untraced_methods
 class HostBarrier(GroupWork):
     """A barrier, whose ``wait`` blocks the host on every device, as that of torch does."""
 
@@ -153,6 +156,7 @@ class HostBarrier(GroupWork):
         return super().wait(timeout)
 
 
+@untraced_methods
 class Done(dist.Work):
     """The work of a call that its stream orders, or that has ended on the host already."""
 

@@ -10,13 +10,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlib.core import observers
+from commlib.core.compiler import untraced_function
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault
 from commlib.graph.operators.generators import default_generator, generators_of
 from commlib.graph.operators.higher_order import check_higher_order
 from commlib.graph.operators.schema import OpCall, memory
 from commlib.graph.operators.step import FAKE, mode_of, tensors_in
-from commlib.graph.operators.untraced import untraced
 from commlib.graph.watching.outside_reads import OutsideReads
 from commlib.graph.watching.undo import UndoLog
 
@@ -89,9 +89,9 @@ class RealCall(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the handler is ``untraced``
+        return False  # the handler is ``untraced_function``
 
-    @untraced
+    @untraced_function
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -11,6 +11,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlib.core import observers
+from commlib.core.compiler import untraced_function
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, is_wrapper, parts
 from commlib.graph.operators.generators import default_generator
@@ -29,7 +30,6 @@ from commlib.graph.operators.unsupported import (
     check_value,
     check_wrappers,
 )
-from commlib.graph.operators.untraced import untraced
 from commlib.graph.operators.value_reads import OF_A_LIST, watching_reads
 from commlib.graph.watching.host import HostPart, is_on_host
 from commlib.graph.watching.recorded_collective import Collective
@@ -113,9 +113,9 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the handler is ``untraced``
+        return False  # the handler is ``untraced_function``
 
-    @untraced
+    @untraced_function
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
