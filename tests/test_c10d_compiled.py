@@ -14,7 +14,8 @@ Tensor = torch.Tensor
 
 def later(x: Tensor) -> Tensor:
     y = x * 2
-    dist.all_reduce(y, async_op=True).wait()
+    work: Any = dist.all_reduce(y, async_op=True)
+    work.wait()
     return y + 1
 
 

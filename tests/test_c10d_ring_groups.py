@@ -1,6 +1,8 @@
 """Groups of rings in programs, bitwise reductions, and ``split_group`` on a CPU."""
 
+import inspect
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
+from commlib.compat.c10d.backend import takes_subclasses
 from commlib.errors import ArgumentError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -73,9 +76,41 @@ def test_split_group(ring: Any) -> None:
         assert_equal(x.tolist(), [2.0, 2.0], "all_reduce of a part")
         none = dist.split_group(split_ranks=[[0]])
         assert_equal(none is None, ring.rank == 1, "a rank in no part")
+        with raises(ArgumentError, "split_group", "backend='gloo'", "'commlib'"):
+            dist.split_group(split_ranks=[[0, 1]], backend="gloo")
         with raises(ArgumentError, "split_group", "at most once"):
             dist.split_group(split_ranks=[[0, 0]])
         with raises(ArgumentError, "split_group", "0 to 1, each at most once"):
             dist.split_group(split_ranks=[[0, 7], [1]])
         with raises(ArgumentError, "a list without tensors"):
             dist.all_reduce_coalesced([])
+
+
+@runs_on("cpu_ranks")
+def test_split_group_of_ranks_in_other_groups(ring: Any) -> None:
+    """Torch names a part by the number of groups that a rank is in: here another on each rank."""
+    with initialised(ring, "commlib", timeout=timedelta(seconds=8)) as world:
+        for _ in range(ring.rank):
+            dist.new_group([ring.rank], use_local_synchronization=True)
+        whole: Any = dist.split_group(split_ranks=[[0, 1]])
+        part: Any = dist.split_group(whole, [[1, 0]])
+        x = torch.ones(2)
+        for group in (whole, part):
+            dist.all_reduce(x, group=group)
+        assert_equal(x.tolist(), [4.0, 4.0], "sums in two groups")
+        if not takes_subclasses():  # there, C++ makes the group and its store
+            again = world.split_group([0, 1], group_name=f"the name of rank {ring.rank}")
+            again.allreduce([x]).wait()
+            assert_equal(x.tolist(), [8.0, 8.0], "a sum in a group that torch names")
+            again.shutdown()
+
+
+@runs_on("cpu_ranks")
+def test_split_group_of_another_backend(ring: Any) -> None:
+    """Torch's own function gets all arguments, also those that are new."""
+    with initialised(ring, "gloo") as world:
+        with raises(RuntimeError):
+            dist.split_group(world, [[0], [1]])
+        if "backend" in inspect.signature(dist.split_group).parameters:
+            with raises(RuntimeError):
+                dist.split_group(world, [[0], [1]], backend="gloo")

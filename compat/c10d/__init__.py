@@ -49,7 +49,7 @@ def _create(setup: Any, pg_options: Any = None) -> Any:
     orders = group_rings.make_orders(rings, setup.group_id, setup.timeout, first=first)
     if takes_subclasses():
         return Backend(rings, setup.timeout, world, setup.group_id, orders)
-    group = ProcessGroup(rings, setup.timeout, setup.store, world, orders)
+    group = ProcessGroup(rings, setup.timeout, setup.store, world, orders, setup.group_id)
     if bound is not None and bound.index is not None:
         group.bound_device_id = bound  # also that of the groups that are made from this one
     return group

@@ -27,6 +27,7 @@ class Backend(GroupCalls, c10d.Backend):
         world: This process's place among all ranks.
         name: The name of the group.
         orders: Its own orders of calls by type of device, where it has not the ring's.
+        key: A name that is the same on every member, if ``name`` is not.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Backend(GroupCalls, c10d.Backend):
         world: World,
         name: str,
         orders: dict[str, CallOrder] | None = None,
+        key: str = "",
     ) -> None:
-        self._set_up(rings, timeout, orders)
+        self._set_up(rings, timeout, orders, key or name)
         c10d.Backend.__init__(self, self._main.rank, self._main.size)
         self._world, self._name = world, name
 
@@ -52,14 +54,17 @@ class Backend(GroupCalls, c10d.Backend):
 
     def split(self, store: dist.Store, ranks: Sequence[int], opts: Any) -> "Backend | None":
         """Return the backend of a group of some positions; None on ranks that are not in it."""
-        members = tuple(self._main.ranks[position] for position in ranks)
+        members, key = (
+            tuple(self._main.ranks[position] for position in ranks),
+            self.split_name(ranks),
+        )
         if self._world.rank not in members:
             return None
-        name = getattr(opts, "group_name", "") or f"{self._name}:{','.join(map(str, ranks))}"
         wait = self._timeout if opts is None else opts._timeout
-        rings = group_rings.make_rings(name, members, self._world, store, wait)
-        orders = group_rings.make_orders(rings, name, wait)
-        return Backend(rings, wait, self._world, name, orders)
+        rings = group_rings.make_rings(key, members, self._world, store, wait)
+        orders = group_rings.make_orders(rings, key, wait)
+        name = getattr(opts, "group_name", "") or key
+        return Backend(rings, wait, self._world, name, orders, key)
 
 
 def takes_subclasses() -> bool:

@@ -122,7 +122,7 @@ def _group_over(ring: CommContext, name: str) -> Any:
         group._set_default_backend(kind)
         group._register_backend(ring.device, kind, Backend(rings, timeout, world, name))
     else:
-        group = ProcessGroup(rings, timeout, None, world)
+        group = ProcessGroup(rings, timeout, None, world, key=name)
     group._set_group_name(name)
     group._set_group_desc(ring.name or "undefined")
     return group

@@ -1,5 +1,6 @@
 """A group of commlib as torch sees it, a process group or a backend: its rings and its calls."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -39,8 +40,14 @@ class GroupCalls(Collectives):
         rings: dict[str, CommContext],
         timeout: timedelta,
         orders: dict[str, CallOrder] | None,
+        key: str,
     ) -> None:
-        """Take the rings by type of device; the first one is that of a call without tensors."""
+        """Take the rings by type of device; the first one is that of a call without tensors.
+
+        ``key`` is the group's name, or where torch names it differently on its members, the name
+        that all of them have.
+        """
+        self._key, self._splits = key, 0
         self.rings, self._main, self._sequence = rings, next(iter(rings.values())), 0
         self._orders = orders or {}
         self._main_order = self._orders.get(self._main.device.type)
@@ -206,6 +213,14 @@ class GroupCalls(Collectives):
         self._batches.pop(get_ident(), None)
 
     # -- life --------------------------------------------------------------------------------------
+
+    def split_name(self, positions: Sequence[int]) -> str:
+        """Return the name of a new group of some positions; every member of this one calls it.
+
+        Torch's names of such groups depend on the number of groups that a rank is in.
+        """
+        self._splits += 1
+        return f"{self._key}:split {self._splits}:{','.join(map(str, positions))}"
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the longest of later waits on a CPU; a ring's own timeout still holds."""

@@ -38,6 +38,7 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         store: The group's own store; None for a group that is made from a ring.
         world: This process's place among all ranks.
         orders: Its own orders of calls by type of device, where it has not the ring's.
+        key: A name that is the same on every member.
     """
 
     supports_time_estimate = False
@@ -49,8 +50,9 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         store: dist.Store | None,
         world: World,
         orders: dict[str, CallOrder] | None = None,
+        key: str = "",
     ) -> None:
-        self._set_up(rings, timeout, orders)
+        self._set_up(rings, timeout, orders, key)
         dist.ProcessGroup.__init__(self, self._main.rank, self._main.size)  # type: ignore[call-arg]
         self._store, self._world = store, world
         self._name = self._desc = ""
@@ -127,15 +129,17 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
         **others: Any,
     ) -> "ProcessGroup | None":
         """Return a group of some positions of this one; None on ranks that are not in it."""
-        members = tuple(self._main.ranks[position] for position in ranks)
+        members, key = (
+            tuple(self._main.ranks[position] for position in ranks),
+            self.split_name(ranks),
+        )
         if self._world.rank not in members:
             return None
-        name = group_name or f"{self._name}:{','.join(map(str, ranks))}"
-        store = dist.PrefixStore(f"{name}/", self.get_group_store())
+        store = dist.PrefixStore(f"{key}/", self.get_group_store())
         wait = timeout or self._timeout
-        rings = group_rings.make_rings(name, members, self._world, store, wait)
-        orders = group_rings.make_orders(rings, name, wait)
-        group = ProcessGroup(rings, wait, store, self._world, orders)
-        group.setGroupName(name)
+        rings = group_rings.make_rings(key, members, self._world, store, wait)
+        orders = group_rings.make_orders(rings, key, wait)
+        group = ProcessGroup(rings, wait, store, self._world, orders, key)
+        group.setGroupName(group_name or key)
         group.setGroupDesc(group_desc or "undefined")
         return group

@@ -23,6 +23,7 @@ def split_group(
     timeout: timedelta | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
+    backend: Any = None,
 ) -> dist.ProcessGroup | None:
     """Return the group of this rank's part of the parent; None if it is in none.
 
@@ -32,27 +33,50 @@ def split_group(
     calls = calls_of(parent) if isinstance(parent, dist.ProcessGroup) else None
     bound = getattr(parent, "bound_device_id", None) is not None
     if calls is None or bound or any(kind != "cpu" for kind in calls.rings):
-        return _stock(parent_pg, split_ranks, timeout, pg_options, group_desc)
-    members = [position for part in split_ranks or [] for position in part]
+        given = () if backend is None else (backend,)  # new in torch 2.13
+        return _stock(parent_pg, split_ranks, timeout, pg_options, group_desc, *given)
     ranks = dist.get_process_group_ranks(parent)
-    outside = not set(members) <= {*range(len(ranks))}
+    _check(split_ranks or [], len(ranks), backend)
+    part = next((sorted(part) for part in split_ranks or [] if parent.rank() in part), [])
+    name = calls.split_name(part)  # on ranks in no part too: all members count alike
+    return (
+        _made([ranks[position] for position in part], name, timeout, group_desc) if part else None
+    )
+
+
+def _check(split_ranks: list[list[int]], size: int, backend: Any) -> None:
+    """Refuse parts that are not apart, and another backend than that of the parent."""
+    members = [position for part in split_ranks for position in part]
+    outside = not set(members) <= {*range(size)}
     if not members or outside or len(set(members)) != len(members):
         raise ArgumentError(
             f"split_group: split_ranks={split_ranks!r}; expected lists of positions in the parent, "
-            f"0 to {len(ranks) - 1}, each at most once"
+            f"0 to {size - 1}, each at most once"
         )
-    rank = parent.rank()
-    for part in split_ranks or []:
-        if rank in part:
-            made: dist.ProcessGroup = dist.new_group(
-                [ranks[position] for position in sorted(part)],
-                timeout,
-                NAME,
-                use_local_synchronization=True,
-                group_desc=group_desc,
-            )
-            return made
-    return None
+    if backend is not None and str(backend).lower() not in (NAME, f"cpu:{NAME}"):
+        raise ArgumentError(
+            f"split_group: backend={str(backend)!r}; expected that of the parent, {NAME!r}"
+        )
+
+
+def _made(
+    ranks: list[int], name: str, timeout: timedelta | None, description: str | None
+) -> dist.ProcessGroup:
+    """Make a group as ``new_group`` does, under a name that torch does not choose."""
+    make: Any = distributed_c10d._new_process_group_helper
+    group: dist.ProcessGroup = make(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(NAME),
+        distributed_c10d._get_default_store(),
+        name,
+        timeout=timeout or dist.constants.default_pg_timeout,
+        group_desc=description,
+    )[0]
+    positions = {rank: position for position, rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[group] = positions
+    return group
 
 
 def install() -> None:
