@@ -28,7 +28,7 @@ def copied(x: Tensor) -> Tensor:
 
 def exchanged(x: Tensor) -> Tensor:
     y, other = torch.zeros_like(x), 1 - dist.get_rank()
-    works = [dist.isend(x, other), dist.irecv(y, other)]
+    works: list[Any] = [dist.isend(x, other), dist.irecv(y, other)]
     for work in works:
         work.wait()
     return y + 1

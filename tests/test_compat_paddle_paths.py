@@ -45,6 +45,7 @@ IMPORTS = {
     "collective": ["Group", "new_group", "all_gather", "split"],
     "parallel": ["init_parallel_env", "ParallelEnv"],
     "utils.moe_utils": ["global_scatter", "global_gather"],
+    "fleet.layers.mpu.random": ["MODEL_PARALLEL_RNG", "get_rng_state_tracker"],
     "models.moe.utils": ["_number_count", "_limit_by_capacity", "_random_routing"],
     "fleet.meta_parallel.pp_utils.p2p_communication": ["batch_send_recv_on_calc_stream"],
     "fleet.meta_parallel.parallel_layers.pp_layers": ["PipelineLayer", "LayerDesc"],

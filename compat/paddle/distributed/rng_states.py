@@ -10,6 +10,13 @@ from commlib.compat.paddle.distributed.groups import at_end
 from commlib.compat.paddle.distributed.hybrid_group import hybrid_group
 from commlib.errors import ArgumentError
 
+__all__ = [
+    "MODEL_PARALLEL_RNG",
+    "RNGStatesTracker",
+    "get_rng_state_tracker",
+    "model_parallel_random_seed",
+]
+
 MODEL_PARALLEL_RNG = "model_parallel_rng"
 _LARGEST_SEED = 10000
 
