@@ -1,9 +1,11 @@
 """compat.deepspeed.comm: the names about launchers and backends, and errors of unknown names."""
 
 import pytest
+import torch
 import torch.distributed as torch_dist
 
 from commlib.compat.deepspeed import comm as dist
+from commlib.compat.deepspeed.comm.counters import Counters
 
 NAMES = (
     *("ProcessGroup", "set_backend", "init_deepspeed_backend", "mpi_discovery", "in_aml"),
@@ -43,5 +45,27 @@ def test_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match="did you mean 'all_reduce'"):
         _ = dist.all_reduc  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"call it in torch\.distributed"):
+    with pytest.raises(AttributeError, match=r"call torch\.distributed\.TCPStore"):
+        _ = dist.TCPStore  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"does not have it, nor has torch\.distributed"):
         _ = dist.zzz  # type: ignore[attr-defined]
+
+
+def test_switches_of_the_logger() -> None:
+    logger = Counters(enabled=True, all=False)
+    x = torch.ones(2)
+
+    def counted() -> list[str]:
+        logger.found.clear()
+        for name in ("all_reduce", "broadcast"):
+            logger.count(name, [x], asked=False)
+        return [name for name, _ in logger.found]
+
+    assert counted() == []
+    logger.start_profiling_op(["broadcast"])
+    assert counted() == ["broadcast"]
+    logger.start_profiling_comms()
+    assert counted() == ["all_reduce", "broadcast"]
+    logger.stop_profiling_comms()
+    logger.stop_profiling_op(["broadcast"])
+    assert counted() == []

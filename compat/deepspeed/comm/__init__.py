@@ -13,6 +13,7 @@ current stream, on CPUs they block the host. Errors are those of ``torch.distrib
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed import ReduceOp
 
 from commlib.compat.deepspeed.comm.bring_up import (
@@ -155,5 +156,10 @@ if not TYPE_CHECKING:  # a checker would take any name for one that is there
     def __getattr__(name: str) -> Any:
         """Refuse an unknown name, with the nearest one or the way round."""
         near = get_close_matches(name, __all__, 1, 0.8)
-        reason = f"did you mean {near[0]!r}?" if near else "call it in torch.distributed"
+        if near:
+            reason = f"did you mean {near[0]!r}?"
+        elif hasattr(torch.distributed, name):
+            reason = f"call torch.distributed.{name}"
+        else:
+            reason = "commlib does not have it, nor has torch.distributed"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {reason}", name=name)

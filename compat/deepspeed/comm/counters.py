@@ -50,6 +50,22 @@ class Counters:
         one.calls += 1
         one.bytes += size
 
+    def start_profiling_comms(self) -> None:
+        """Count every call from now on, if counting is enabled."""
+        self.all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Count only the calls that ask for it, and those of ``start_profiling_op``."""
+        self.all = False
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Count calls that log under these names too."""
+        self.names = frozenset(self.names) | frozenset(op_name_list)
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Count calls that log under these names no longer."""
+        self.names = frozenset(self.names) - frozenset(op_name_list)
+
     def table(self) -> str:
         """Return the counts, one line per name and size."""
         rows = [("name", "bytes of a call", "calls", "bytes in all")]
