@@ -137,6 +137,39 @@ def test_hooks_on_saved_tensors(comm: Any) -> None:
         assert_equal(len(slots(g)), 1, "slots")
 
 
+@runs_on("unified_ranks")
+def test_checkpoints_of_several_forwards(comm: Any) -> None:
+    """Forward and second run save the same, whichever of them is a replay, verified or eager."""
+    module = layers(comm.device)
+    g, own = graph.capture(module, outputs="copy"), next(module.parameters())
+    for turn in range(6):  # 18 forwards and more: replays 1, 2 and 10 are verified
+        inputs = [batch(turn + i, comm.device).requires_grad_() for i in range(3)]
+        found = []
+        for call in (g, module):
+            outs = [checkpoint(call, x, use_reentrant=False) for x in inputs]
+            grads = [
+                torch.autograd.grad(out.square().sum(), (x, own))
+                for out, x in zip(outs, inputs, strict=True)
+            ]
+            found.append([*outs, *(grad for pair in grads for grad in pair)])
+        for one, other in zip(*found, strict=True):
+            assert_bits_equal(one, other, f"turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_writes_between_forward_and_backward_under_hooks(comm: Any) -> None:
+    """A first call shows hooks on saved tensors nothing, and autograd still sees writes."""
+    seen, weight = [], torch.ones(3, device=comm.device, requires_grad=True)
+    g = graph.capture(lambda x: (x * weight).sin(), outputs="copy")
+    x = torch.ones(3, device=comm.device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        out = g(x)
+    assert_equal(len(seen), 0, "saved tensors that hooks saw")
+    x.add_(1)
+    with raises(RuntimeError, "modified by an inplace operation"):
+        out.sum().backward()
+
+
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
     """Return what some steps with sums of gradients lead to, and their outputs."""
     found = []

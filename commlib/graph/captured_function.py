@@ -25,6 +25,7 @@ from commlib.graph.operators.unsupported import check_hidden, check_unreadable, 
 from commlib.graph.options import Options, check_function
 from commlib.graph.python.taking_code import check_consumed
 from commlib.graph.python.user_names import function_name
+from commlib.graph.recording.capture_run import called_unhooked
 from commlib.graph.recording.rank_agreement import same_key
 from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries, Entry
@@ -130,7 +131,7 @@ class CapturedFunction(Generic[P, R]):
             if entry is None or not entry.parts:
                 self.entries.pop(call.key, None)
             self._stay_eager(call.key, error)
-        return self.fn(*args, **kwargs)
+        return called_unhooked(self.fn, args, kwargs)
 
     def _drop_stale(self, key: Any, entry: Entry) -> None:
         """Release an entry whose tensors were replaced; this call is captured again."""

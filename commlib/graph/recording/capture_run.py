@@ -1,9 +1,9 @@
 """The run of a function that its graphs are recorded from."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +22,9 @@ from commlib.graph.watching.runs import (
     under_way,
 )
 from commlib.graph.watching.undo import UndoLog
+
+
+R = TypeVar("R")
 
 
 class Settings(NamedTuple):
@@ -110,9 +113,10 @@ class CaptureRun:
             return part()
 
 
+_hooks: Any = torch._C._autograd
 # The hooks that autograd would call for what is saved now; None where there are none.
-_saved_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None
+_top_hooks: Callable[[bool], Any] = getattr(
+    _hooks, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None
 )
 
 
@@ -131,12 +135,30 @@ def isolated() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def without_saved_hooks() -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves tensors without the caller's hooks."""
-    if _saved_hooks(True) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+def without_saved_hooks() -> AbstractContextManager[None]:
+    """Return a context in which autograd saves tensors without the caller's hooks.
+
+    A replay saves nothing that hooks see. A checkpoint compares what its forward and its second run
+    save, and either may be a replay: so no run of a captured call shows it anything.
+    """
+    return nullcontext() if _top_hooks(True) is None else _hooks_removed()
 
 
-def _unchanged(x: Any) -> Any:
-    return x
+def called_unhooked(fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """Call a function eagerly, in the place of a replay: without the caller's hooks."""
+    with without_saved_hooks():
+        return fn(*args, **kwargs)
+
+
+@contextmanager
+def _hooks_removed() -> Iterator[None]:
+    # Further hooks that change nothing would hide in-place writes from autograd.
+    found = []
+    while (pair := _top_hooks(True)) is not None:
+        found.append(pair)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(found):
+            _hooks._push_saved_tensors_default_hooks(*pair)

@@ -20,6 +20,7 @@ from commlib.graph.python.iterators import Positions, check_taken
 from commlib.graph.python.look_error import look_error
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.python.reach import reached
+from commlib.graph.recording.capture_run import without_saved_hooks
 from commlib.graph.recording.findings import Findings
 from commlib.graph.recording.rank_agreement import raise_together
 from commlib.graph.watching.digest import digests, whole
@@ -88,7 +89,8 @@ class CountedCall:
         noting: AbstractContextManager[Set[int]] = nullcontext(frozenset())
         if has_history:
             noting = noting_histories(call.tensors)
-        with self._backend.calling(), run.under_way(), noting as self.histories:
+        unhooked = without_saved_hooks()
+        with self._backend.calling(), run.under_way(), unhooked, noting as self.histories:
             try:
                 result = self._real.run(lambda: self._fn(*args, **kwargs))
             except Exception as error:

@@ -9,6 +9,7 @@ from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.outputs import leads_back
 from commlib.graph.calls.tensor_places import NO_PLACES
+from commlib.graph.recording.capture_run import called_unhooked, without_saved_hooks
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.schedule import Schedule
 from commlib.graph.replaying.slot import Slot
@@ -71,7 +72,7 @@ class Slots:
         """
         self.replays += 1
         if self._is_full:
-            return self._fn(*call.given[0], **call.given[1])
+            return called_unhooked(self._fn, *call.given)
         one = self.slots[0].forward
         together = any(x.collectives for segments in one.graphs for x in segments.recorders)
         if self._schedule.due(turn if together else self.replays) and one.fits_all:
@@ -106,7 +107,8 @@ class Slots:
             effects=all_slots, tied=stand_ins.tied, same_graph=False
         )
         try:
-            verified = verification.run(lambda: stand_ins.run(self._fn), replay)
+            with without_saved_hooks():
+                verified = verification.run(lambda: stand_ins.run(self._fn), replay)
         finally:
             stand_ins.end()
         one.log.note(verified.seconds, verified.eager_seconds)
