@@ -170,6 +170,28 @@ def test_writes_between_forward_and_backward_under_hooks(comm: Any) -> None:
         out.sum().backward()
 
 
+@runs_on("unified_ranks")
+@pytest.mark.parametrize("dims", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_gradients_in_another_order_of_memory(comm: Any, dims: tuple[int, ...]) -> None:
+    """A gradient that is laid out otherwise than its output is added up as eager code does it."""
+    weight, bias = (torch.ones(7, device=comm.device, requires_grad=True) for _ in range(2))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight + bias).permute(dims)
+
+    g, draw = graph.capture(fn, verify=True), torch.Generator().manual_seed(1)
+    for turn in range(8):
+        x = torch.randn(9, 33, 7, generator=draw).to(comm.device)
+        found = []
+        for call in (g, fn):
+            out = call(x).contiguous() if turn % 2 else call(x)
+            found.append(torch.autograd.grad(out.exp().mean(), (weight, bias)))
+        for one, other in zip(*found, strict=True):
+            assert_bits_equal(one, other, f"turn {turn}")
+    (slot,) = slots(g)
+    assert len(slot.forward.backwards) <= 2
+
+
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
     """Return what some steps with sums of gradients lead to, and their outputs."""
     found = []

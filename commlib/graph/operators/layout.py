@@ -77,9 +77,34 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def expanded_zeros(like: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Return zeros of the size of a tensor, repeated along some dimensions."""
-    zeros = torch.zeros_like(unexpanded(like.detach(), dims))
+def dims_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions that steps in memory tell apart, from the longest step to the shortest.
+
+    A dimension of one element, or one that repeats its elements, is not among them.
+    """
+    size, stride = tensor.size(), tensor.stride()
+    dims = [dim for dim, (n, step) in enumerate(zip(size, stride, strict=True)) if n > 1 and step]
+    return tuple(sorted(dims, key=lambda dim: -stride[dim]))
+
+
+def expanded_zeros(
+    like: torch.Tensor, dims: Sequence[int], order: Sequence[int] | None
+) -> torch.Tensor:
+    """Return zeros of the size of a tensor.
+
+    Args:
+        like: The tensor.
+        dims: Dimensions along which the zeros are repeated.
+        order: The others with more than one element, as ``dims_in_memory`` has them. None: as they
+            are in the tensor.
+    """
+    first = unexpanded(like.detach(), dims)
+    if order is None:
+        zeros = torch.zeros_like(first)
+    else:
+        axes = [*(dim for dim in range(first.dim()) if dim not in order), *order]
+        packed = first.new_zeros([first.size(dim) for dim in axes])
+        zeros = packed.permute([axes.index(dim) for dim in range(first.dim())])
     return zeros.expand(like.size()) if dims else zeros
 
 

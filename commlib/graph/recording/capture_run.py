@@ -23,7 +23,6 @@ from commlib.graph.watching.runs import (
 )
 from commlib.graph.watching.undo import UndoLog
 
-
 R = TypeVar("R")
 
 

@@ -13,8 +13,6 @@ from commlib.graph.calls.output_guard import OutputGuards
 from commlib.graph.operators.layout import expanded_dims, maker, unexpanded
 from commlib.graph.recording.segments import Segments
 
-Form = tuple[int, ...] | None  # of a gradient that comes: the dimensions that are expanded
-
 
 class Backward:
     """A graph from the gradients of outputs to those of tensors, and the memory at both ends."""
@@ -99,18 +97,6 @@ class Backward:
             return plain, [*plain.values()]
         fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._wrapped.items()}
         return fresh, [part for grad in fresh.values() for part in parts(grad)]
-
-
-def form_of(grad: torch.Tensor | None, *, dense: bool) -> Form:
-    """Return the form of a gradient: kernels add up an expanded one in another order.
-
-    Its other strides do not count: each new form costs another backward graph. ``dense``: all forms
-    count as dense.
-    """
-    if grad is None:
-        return None
-    plain = not dense and grad.layout is torch.strided and grad.numel() > 0 and not is_wrapper(grad)
-    return expanded_dims(grad) if plain else ()
 
 
 def _is_made(x: torch.Tensor, segments: Segments) -> bool:

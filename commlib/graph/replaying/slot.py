@@ -15,16 +15,16 @@ from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs, leads_back
-from commlib.graph.operators.layout import expanded_zeros
 from commlib.graph.operators.program_line import line_of_frame
 from commlib.graph.recording.capture_run import without_saved_hooks
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
 from commlib.graph.recording.segments import Segments
 from commlib.graph.replaying.autograd_node import Grads, Lease, Node
-from commlib.graph.replaying.backward import Backward, Form, form_of
+from commlib.graph.replaying.backward import Backward
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.grad_sums import NO_SUMS, GradSums
+from commlib.graph.replaying.gradient_forms import Form, GradientForms, zeros_of
 from commlib.graph.replaying.nodes import used_up
 from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
@@ -85,7 +85,8 @@ class Slot:
         self._tensors = (*inputs, *self.parameters)
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._release_backwards()
-        every: tuple[Form, ...] = ((),) * len(self._outs)
+        self._forms = GradientForms(self._outs)
+        every = self._forms.every
         whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
         self._add((every, None), whole)
         # A capture that runs is one more call of each collective, and other ranks may make none.
@@ -99,7 +100,7 @@ class Slot:
     def _capture_backward(
         self,
         forward: Segments,
-        comes: tuple[Form, ...],
+        comes: tuple[Form | None, ...],
         go_back: Callable[..., Any],
         *,
         again: bool,
@@ -112,7 +113,7 @@ class Slot:
         forms = zip(self._outs, comes, strict=True)
         coming = [(out, form) for out, form in forms if form is not None]
         outs = [out for out, _ in coming]
-        given = [expanded_zeros(out, dims) for out, dims in coming]
+        given = [zeros_of(out, form) for out, form in coming]
         times = self._recipe.times
         segments, grads = record(
             self._recipe.backend,
@@ -269,7 +270,7 @@ class Slot:
         """
         if not self._backwards:
             raise GraphError("the graph of this backward was released before it ran")
-        comes = tuple(form_of(grad, dense=self._dense) for grad in grads)
+        comes = self._forms.of(grads, dense=self._dense)
         key = comes, modes() if any_autocast() else None
         if key not in self._backwards:
             go_back = gradients if any_autocast() else plain_gradients
