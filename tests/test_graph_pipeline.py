@@ -305,7 +305,11 @@ def test_room_for_inputs(comm: Any) -> None:
         ([], {}, r"pipeline\(\[\]\): expected one layer or more"),
         ([torch.relu, 3], {}, "layer 1 is 3; expected a module or a function"),
         ([Linear], {}, "layer 0 is .*Linear.*pass an object"),
+        (None, {}, r"pipeline\(None\): expected a list"),
         ([torch.relu], {"slots": 0}, "slots=0: expected 1 or more"),
+        ([torch.relu], {"slots": 1.5}, "slots=1.5: expected 1 or more"),
+        ([torch.relu, torch.relu], {"breaks": 1}, "breaks is 1; expected a list"),
+        ([torch.relu], {"shared": torch.nn.ReLU()}, r"shared is ReLU\(\); expected a list"),
         ([torch.relu, torch.relu], {"breaks": [2]}, "breaks has 2; .* 1 to 1"),
         ([torch.relu, torch.relu], {"breaks": [-1]}, "breaks has -1; .* 1 to 1"),
         ([torch.relu, torch.relu], {"breaks": ["Linear"]}, "breaks has 'Linear'; expected pos"),
@@ -320,6 +324,11 @@ def test_bad_arguments(layers: list[Any], options: dict[str, Any], text: str) ->
 
 
 def test_bad_options_of_capture() -> None:
-    for options, text in (({"slots": 0}, "slots=0"), ({"inputs": "move"}, "inputs='move'.*copy")):
+    for options, text in (
+        ({"slots": 0}, "slots=0"),
+        ({"max_graphs": 2.5}, "max_graphs=2.5"),
+        ({"warmup": True}, "warmup=True"),
+        ({"inputs": "move"}, "inputs='move'.*copy"),
+    ):
         with pytest.raises(GraphError, match=text):
             graph.capture(torch.relu, **options)

@@ -84,6 +84,9 @@ def test_no_send_waits_in_a_circle() -> None:
         ([[]], r"stages \[\]; expected 0"),
         ([[(F, 0, 1), (B, 0, 1)]], "stage 0, microbatch 0 comes 0 times"),
         ([[(F, 0, 0), (B, 0, 0), ("W", 0, 0)]], "unknown action: W of stage 0"),
+        ([[(F, 0), (B, 0)]], r"has \('forward', 0\); expected \(kind, stage, microbatch\)"),
+        ([[(F, 0, 0.5), (B, 0, 0.5)]], r"has \('forward', 0, 0.5\); .* whole numbers"),
+        ([[(F, "0", 0), (B, "0", 0)]], r"has \('forward', '0', 0\); .* whole numbers"),
         (
             [
                 [(F, 0, 0), (B, 0, 0), (F, 0, 1), (B, 0, 1)],
@@ -243,6 +246,34 @@ def test_steps_that_do_not_fit(comm: Any) -> None:
         schedule.run({comm.rank: stage}, data(0, 2, comm.device), loss, transport)
     with raises(GraphError, "stages [0, 1]", "all stages of one rank"):
         schedule.run({0: stage, 1: stage}, [], loss, transport)
+    with raises(GraphError, "transport=None", "exchanges tensors with others"):
+        schedule.run({comm.rank: stage}, data(0, 3, comm.device), loss, transport)
     with raises(GraphError, "ranks=[0]", "expected 2, one per rank"):
         schedule.connect(74, (1,), ranks=[0])
+    with raises(GraphError, "shape=6: expected the sizes"):
+        schedule.connect(74, 6)
+    with raises(GraphError, "rank=2: expected 0 to 1"):
+        schedule.steps(2)
     assert_equal(74 in commlib.CommContextManager.instance().rings(), False, "no ring was made")
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (None, "NoneType"),
+        ((1, 2), "tuple"),
+        ({"x": 1}, "dict"),
+        (torch.ones(2, dtype=torch.int64), "a tensor of torch.int64"),
+        (torch.ones(2), "a tensor of shape \\(2,\\)"),
+    ],
+)
+def test_results_that_can_not_be_passed_on(found: Any, text: str) -> None:
+    """Of a stage, and of the loss, before the schedule goes on."""
+    schedule, stage = PipelineSchedule.one_f_one_b(1, 2, chunks=2), torch.nn.Identity()
+    inputs = [torch.ones(2)] * 2
+    with pytest.raises(GraphError, match=r"loss\(output, 0\) returned .*; expected one number"):
+        schedule.run({0: stage, 1: stage}, inputs, lambda y, number: found, None)
+    if "shape" not in text:
+        match = f"the forward of stage 0, microbatch 0 gave {text}; expected one tensor"
+        with pytest.raises(GraphError, match=match):
+            schedule.run({0: lambda x: found, 1: stage}, inputs, loss, None)

@@ -24,6 +24,11 @@ _CHOICES = {
     "gradients": ("accumulate", "borrow", "copy"),
     "on_fail": ("raise", "eager"),
 }
+_WHOLE = {
+    "warmup": "1 or more runs before the capture",
+    "max_graphs": "1 or more",
+    "slots": "1 or more, or None",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +57,11 @@ class Options:
                 raise GraphError(f"{name}={value!r}: expected {expected}")
         if self.tolerance is not None and not _are_two_numbers(self.tolerance):
             raise GraphError(f"tolerance={self.tolerance!r}: expected (rtol, atol), both 0 or more")
-        if self.warmup < 1:
-            raise GraphError(f"warmup={self.warmup}: expected 1 or more runs before the capture")
-        if self.max_graphs < 1:
-            raise GraphError(f"max_graphs={self.max_graphs}: expected 1 or more")
-        if self.slots is not None and self.slots < 1:
-            raise GraphError(f"slots={self.slots}: expected 1 or more, or None")
+        for name, expected in _WHOLE.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole and value >= 1) and not (name == "slots" and value is None):
+                raise GraphError(f"{name}={value!r}: expected {expected}")
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Options":

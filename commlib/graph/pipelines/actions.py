@@ -1,6 +1,8 @@
 """Parts of a pipeline schedule: actions, and moves between ranks."""
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from commlib.errors import GraphError
 
 Kind: TypeAlias = Literal["forward", "backward"]
 
@@ -28,6 +30,17 @@ class PipelineMove(NamedTuple):
     source: int
     target: int
     use: Action
+
+
+def action_of(given: Any) -> Action:
+    """Return an action that a program has given. Raises ``GraphError`` for what is none."""
+    is_action = isinstance(given, (tuple, list)) and len(given) == 3
+    if not is_action or any(isinstance(x, bool) or not isinstance(x, int) for x in given[1:]):
+        raise GraphError(
+            f"the schedule has {given!r:.60}; expected (kind, stage, microbatch), with whole "
+            f"numbers and kind forward or backward"
+        )
+    return Action(*given)
 
 
 def following(action: Action) -> Action:

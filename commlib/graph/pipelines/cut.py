@@ -1,6 +1,6 @@
 """Cut a list of layers into the longest stretches that can be captured."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -46,6 +46,10 @@ class Cuts:
         shared: Sequence[torch.nn.Module],
     ) -> None:
         """See ``pipeline``. Raises ``GraphError`` for arguments that fit no layer."""
+        for name, given in (("breaks", breaks), ("shared", shared)):
+            if not isinstance(given, Iterable):
+                raise GraphError(f"pipeline: {name} is {given!r:.60}; expected a list")
+        breaks, shared = [*breaks], [*shared]
         self._count, self._borders = len(layers), _borders(layers, breaks)
         self.eager = {i for i, x in enumerate(layers) if is_eager(x) or isinstance(x, EagerLayer)}
         self.eager |= _users(layers, shared)

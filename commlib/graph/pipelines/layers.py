@@ -1,6 +1,6 @@
 """Layers that are called one after the other, as one module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def checked(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers. Raises ``GraphError`` where one can't be called."""
     if isinstance(layers, torch.nn.Module) and not isinstance(layers, torch.nn.ModuleList):
         layers = [*layers.children()] if isinstance(layers, torch.nn.Sequential) else [layers]
+    if not isinstance(layers, Iterable):
+        raise GraphError(f"pipeline({layers!r:.60}): expected a list of modules or functions")
     found = [*layers]
     if not found:
         raise GraphError("pipeline([]): expected one layer or more")

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from commlib.errors import GraphError
-from commlib.graph.pipelines.actions import Action, Kind, PipelineMove, following, needs
+from commlib.graph.pipelines.actions import Action, Kind, PipelineMove, action_of, following, needs
 from commlib.graph.pipelines.edges import Edges
 from commlib.graph.pipelines.orders import orders_of
 from commlib.graph.pipelines.step import Loss, PipelineStep, Transport
@@ -34,7 +34,7 @@ class PipelineSchedule:
         Raises:
             GraphError: An action is missing, comes twice, or could never run.
         """
-        self.orders = [[Action(*action) for action in order] for order in orders]
+        self.orders = [[action_of(each) for each in order] for order in orders]
         self.ranks = _ranks(self.orders)
         _check_complete(self.orders, len(self.ranks))
         self._ticks = _ticks(self.orders, len(self.ranks))
@@ -74,7 +74,12 @@ class PipelineSchedule:
 
         Args:
             rank: A rank of the schedule, from 0.
+
+        Raises:
+            GraphError: There is no such rank.
         """
+        if rank not in range(len(self.orders)):
+            raise GraphError(f"rank={rank!r}: expected 0 to {len(self.orders) - 1}")
         found: list[Action | PipelineMove] = []
         for actions in self._ticks:
             found += [action for at, action in actions if at == rank]
@@ -111,7 +116,12 @@ class PipelineSchedule:
 
         Returns:
             A transport for ``run``.
+
+        Raises:
+            GraphError: ``shape`` or ``ranks`` is wrong.
         """
+        if not isinstance(shape, Sequence):
+            raise GraphError(f"shape={shape!r:.60}: expected the sizes of an activation, (4, 16)")
         members = [*range(len(self.orders))] if ranks is None else [*ranks]
         if len(members) != len(self.orders):
             raise GraphError(f"ranks={members}: expected {len(self.orders)}, one per rank")
@@ -139,16 +149,22 @@ class PipelineSchedule:
             The losses by microbatch on the rank of the last stage, detached; elsewhere nothing.
 
         Raises:
-            GraphError: The stages are not those of one rank, or the inputs are not one per
-                microbatch.
+            GraphError: The stages are not those of one rank, the inputs are not one per
+                microbatch, or a stage or the loss returns what no schedule can pass on.
         """
         rank = self._rank_of(stages)
         if len(inputs) != self.microbatches:
             raise GraphError(
                 f"{len(inputs)} inputs; expected one per microbatch, {self.microbatches}"
             )
+        steps = self.steps(rank)
+        if any(isinstance(x, PipelineMove) for x in steps) and not hasattr(transport, "receive"):
+            raise GraphError(
+                f"transport={transport!r:.60}: rank {rank} exchanges tensors with others; expected "
+                f"what connect() returns, or an object with the methods send and receive"
+            )
         step = PipelineStep(stages, inputs, loss, self.stages - 1)
-        for each in self.steps(rank):
+        for each in steps:
             if isinstance(each, Action):
                 step.run(each)
             elif each.source == rank:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from commlib.core.work import Work
+from commlib.errors import GraphError
 from commlib.graph.pipelines.actions import Action, PipelineMove, following
 
 Loss = Callable[[torch.Tensor, int], torch.Tensor]
@@ -53,8 +54,10 @@ class PipelineStep:
         x = self._take(action).requires_grad_() if action.stage else self._inputs[number]
         y = self._stages[action.stage](x)
         if action.stage == self._last:
-            y = self._loss(y, number)
+            y = _checked_loss(self._loss(y, number), number)
             self._losses[number] = y.detach()
+        else:
+            _check_activation(y, action)
         self._waiting[action._replace(kind="backward")] = x, y
         return None if action.stage == self._last else y.detach()
 
@@ -88,3 +91,29 @@ class PipelineStep:
         for work in self._sent.values():
             work.wait()
         return [each for each in self._losses if each is not None]
+
+
+def _check_activation(y: Any, action: Action) -> None:
+    """Raise ``GraphError`` for a result that no later stage can send a gradient back to."""
+    if not isinstance(y, torch.Tensor):
+        found = type(y).__name__
+    elif not (y.is_floating_point() or y.is_complex()):
+        found = f"a tensor of {y.dtype}"
+    else:
+        return
+    raise GraphError(
+        f"the {action} gave {found}; expected one tensor of floating point numbers; pass further "
+        f"values to later stages outside the schedule, or pack them in one tensor"
+    )
+
+
+def _checked_loss(loss: Any, number: int) -> torch.Tensor:
+    """Return a loss. Raises ``GraphError`` for what no backward can begin with."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    is_tensor = isinstance(loss, torch.Tensor)
+    found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+    raise GraphError(
+        f"loss(output, {number}) returned {found}; expected one number in a tensor, for example "
+        f"loss.mean()"
+    )
