@@ -176,6 +176,8 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         "the graph can't run on these example inputs",
     ),
     "position": (traced(), [inputs(0), torch.eye(WIDTH)], {"static_inputs": [2]}, "input 2 is one"),
+    "truth": (traced(), [inputs(0), torch.eye(WIDTH)], {"static_inputs": [True]}, "input True is"),
+    "number": (traced(), [inputs(0), torch.eye(WIDTH)], {"static_inputs": 1}, "expected a list of"),
     "twice": (traced(), [inputs(0), torch.eye(WIDTH)], {"static_inputs": [1, 1]}, "each position"),
     "option": (traced(), [inputs(0), torch.eye(WIDTH)], {"first": "once"}, "no option 'first'"),
     "value": (traced(), [inputs(0), torch.eye(WIDTH)], {"verify": "often"}, "verify='often'"),

@@ -1,6 +1,6 @@
 """Checks of the backend's arguments, before anything is compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,11 @@ def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
 
 def check_static(static: Any, example_inputs: Sequence[Any]) -> None:
     """Raise ``GraphError`` for static inputs that are not tensors of the graph."""
+    if not isinstance(static, Collection):
+        raise GraphError(f"static_inputs={static!r:.60}: expected a list of positions")
     for i in static:
-        inside = isinstance(i, int) and 0 <= i < len(example_inputs)
+        is_number = isinstance(i, int) and not isinstance(i, bool)
+        inside = is_number and 0 <= i < len(example_inputs)
         if not inside or not isinstance(example_inputs[i], torch.Tensor):
             found = repr(example_inputs[i])[:40] if inside else f"one of {len(example_inputs)}"
             raise GraphError(
