@@ -202,6 +202,8 @@ def test_the_report_keeps_reasons(comm: Any) -> None:
     gc.collect()
     names = [row["function"] for row in graph.report() if row["eager"]]
     assert_equal(names.count("layers 1"), 1, f"rows with a reason: {names}")
+    names = [row["function"] for row in graph.report(pipeline)]
+    assert_equal(sorted(names), ["layers 0", "layers 1", "layers 2"], "rows of the pipeline")
     assert_equal(str(pipeline.stretches[1]), "layers 1 (eager)", "and how it is called")
     pipeline.reset()
     gc.collect()

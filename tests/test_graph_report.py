@@ -8,6 +8,7 @@ import torch
 import commlib
 from commlib import graph, ops
 from commlib.deadlines import Deadline
+from commlib.errors import GraphError
 from commlib.graph.drift import _clock_offsets, compare, own_times
 from commlib.graph.report import _captured
 from tests.support.checks import assert_equal, raises
@@ -36,6 +37,12 @@ def test_compared_replays() -> None:
         "worst_late_us": 6000.0,
         "latest_rank": 3,  # once each; the first of them
     }
+
+
+def test_what_has_no_report() -> None:
+    for other in (3, torch.nn.Linear(2, 2)):
+        with raises(GraphError, f"report({type(other).__name__}): expected what graph.capture"):
+            graph.report(other)
 
 
 @runs_on("unified_ranks")

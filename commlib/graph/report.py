@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from commlib.errors import GraphError
 from commlib.graph.backends.graph_memory import usage
 from commlib.graph.captured_function import CapturedFunction, everything
 from commlib.graph.compiled.region import Region, regions
 from commlib.graph.drift import drift_over
+from commlib.graph.pipelines.pipeline import Pipeline
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.tables import Row, html_table, text_table
 
@@ -87,7 +89,7 @@ class Report(list[Row]):
 
 
 def report(
-    graphed: CapturedFunction | Region | None = None,
+    graphed: CapturedFunction | Region | Pipeline | None = None,
     *,
     html: str | Path | None = None,
     drift: int | None = None,
@@ -100,7 +102,8 @@ def report(
     that it waits in its collectives, so a rank that begins late has short replays.
 
     Args:
-        graphed: The captured function, or result of ``backend.apply``, to report; None reports all.
+        graphed: The captured function, pipeline or result of ``backend.apply`` to report. None
+            reports all, compiled models too.
         html: A file for the same report as an HTML page.
         drift: The number of a ring whose members compare their replays. Every member calls
             ``report`` with it, after the same calls. The host then waits for these replays, and for
@@ -148,16 +151,12 @@ def report(
         * ``latest_rank``: the rank that began last most often, for which the others waited.
 
     Raises:
-        GraphError: ``drift`` is not a number.
+        GraphError: ``drift`` is not a number, or ``graphed`` has no graphs.
         RingError: There is no such ring here.
         CommTimeout: Members of the ring have not called ``report`` in time, or replays have not
             ended.
     """
-    compiled = [graphed] if isinstance(graphed, Region) else [] if graphed else [*regions]
-    if isinstance(graphed, CapturedFunction):
-        selected = [graphed]
-    else:
-        selected = [*everything] if graphed is None else graphed.captured
+    selected, compiled = _selected(graphed)
     compared = None if drift is None else drift_over(drift, selected)
     selected = sorted(selected, key=lambda one: one.name)
     rows = [row for one in selected for row in (*_captured(one), *_eager(one))]
@@ -166,6 +165,22 @@ def report(
     if html is not None:
         Path(html).write_text(found.page())
     return found
+
+
+def _selected(graphed: Any) -> tuple[list[CapturedFunction[..., Any]], list[Region]]:
+    """Return the captured functions, and the regions of compiled code, that a report is about."""
+    if graphed is None:
+        return [*everything], [*regions]
+    if isinstance(graphed, CapturedFunction):
+        return [graphed], []
+    if isinstance(graphed, Region):
+        return graphed.captured, [graphed]
+    if isinstance(graphed, Pipeline):
+        return [*graphed.captured, *graphed.uncaptured], []
+    raise GraphError(
+        f"report({type(graphed).__name__}): expected what graph.capture, graph.pipeline or "
+        f"graph.backend.apply returns; call report() for all, compiled models too"
+    )
 
 
 def _captured(one: CapturedFunction) -> Iterator[Row]:

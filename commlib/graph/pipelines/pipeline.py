@@ -99,6 +99,11 @@ class Pipeline(Layers):
         """Return the captured stretches, for ``graph.report``."""
         return [call for call in self._calls if isinstance(call, CapturedModule)]
 
+    @property
+    def uncaptured(self) -> list[CapturedModule]:
+        """Return the layers that can't be captured, with the reasons, for ``graph.report``."""
+        return [*self._refused.values()]
+
     def reset(self) -> None:
         """Release every graph, and forget failures; the next calls capture again."""
         for call in self.captured:
