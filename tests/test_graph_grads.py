@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -159,12 +160,13 @@ def test_checkpoints_of_several_forwards(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_writes_between_forward_and_backward_under_hooks(comm: Any) -> None:
     """A first call shows hooks on saved tensors nothing, and autograd still sees writes."""
-    seen, weight = [], torch.ones(3, device=comm.device, requires_grad=True)
+    seen = count()
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
     g = graph.capture(lambda x: (x * weight).sin(), outputs="copy")
     x = torch.ones(3, device=comm.device)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (x, next(seen)), lambda held: held[0]):
         out = g(x)
-    assert_equal(len(seen), 0, "saved tensors that hooks saw")
+    assert_equal(next(seen), 0, "saved tensors that hooks saw")
     x.add_(1)
     with raises(RuntimeError, "modified by an inplace operation"):
         out.sum().backward()
