@@ -79,7 +79,7 @@ class CallKeys:
         except Exception as error:
             raise look_error(error) from error
         if weights and torch.is_grad_enabled():
-            own = (*own, *[x.requires_grad for x in weights])
+            own = (*own, bytes([x.requires_grad for x in weights]))  # fast to hash
         if self._key is not None:
             own = (*own, value(self._key(*args, **kwargs)))
         if flat is not None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import count
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
 import torch
@@ -60,7 +61,7 @@ class CapturedFunction(Generic[P, R]):
         self._seen: set[Any] = set()  # keys of calls that came once, and were not captured yet
         self._lock = threading.RLock()
         self._of_classes: dict[type, Any] = {}  # bound by ``classmethod``
-        self._turns = 0  # replays of any kind since the last capture: the same on all ranks
+        self._turns = count(1)  # replays of any kind since the last capture: as on all ranks
         owner = getattr(fn, "__self__", fn)  # of a bound method
         self._module = owner if isinstance(owner, torch.nn.Module) else None
         self._keys = CallKeys(fn, options.key, options.max_graphs)
@@ -114,8 +115,7 @@ class CapturedFunction(Generic[P, R]):
                 # A verified call undoes no other thread's work. Eager parts may wait for others.
                 with nullcontext() if entry.has_eager_parts else self._lock:
                     if self.entries.get(call.key) is entry:  # else another thread has dropped it
-                        self._turns += 1
-                        replayed: R = entry.run(call, sys._getframe(1), self._turns)
+                        replayed: R = entry.run(call, sys._getframe(1), next(self._turns))
                         return replayed
                 entry = None
             return self._first_call(call)
@@ -255,7 +255,7 @@ class CapturedFunction(Generic[P, R]):
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
         entry.places = self._keys.places(call, entry.uses)
         self.entries[call.key] = entry
-        self._turns = 0
+        self._turns = count(1)
         self._kinds.note(self.entries, call, self._keys.around)
         self._used.note(self._module)
         for ring in first.findings.rings:

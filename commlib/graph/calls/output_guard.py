@@ -72,51 +72,58 @@ guards_memory = _SPOIL is not None  # whatever reads it; else only tensors thems
 
 
 class OutputGuard:
-    """One output, under a storage that is used again unless the program still holds it."""
+    """One output, under a storage that is used again unless the program still holds it.
+
+    Attributes:
+        alias: A tensor under that storage; an output shares its count of writes.
+    """
 
     def __init__(self, tensor: torch.Tensor, what: str) -> None:
         """``what``: "output" or "gradient", for the message."""
-        self._alias, self._what = unowned(tensor), what
-        self._storage = self._alias.untyped_storage()
-        self._place = self._storage.data_ptr()
-        self._at_rest = self._holders()
+        self.alias, self._what = unowned(tensor), what
+        self._storage = self.alias.untyped_storage()
+        self._at_rest = self._state()
         self._ended: list[str] = []
-        self._where = ""
+        self._where: object = None
 
-    def _holders(self) -> tuple[int, int]:
-        """Count the tensors that share the storage, and what names it in Python."""
-        return _sharers(self._storage._cdata) if _sharers else 0, sys.getrefcount(self._storage)
-
-    @property
-    def held(self) -> bool:
-        """Return True if the program still has the output, a view of it, or its storage."""
-        return _sharers is None or self._holders() != self._at_rest
+    def _state(self) -> tuple[Any, ...]:
+        """Return the address, how many tensors share the storage, and what names it in Python."""
+        storage = self._storage
+        sharers = _sharers(storage._cdata) if _sharers else object()
+        return storage.data_ptr(), sharers, sys.getrefcount(storage)
 
     @property
-    def version(self) -> int:
-        """Return the number of writes to the output, as autograd counts them."""
-        return self._alias._version
+    def is_free(self) -> bool:
+        """Return True if the program has neither the output, nor a view of it, nor its storage.
+
+        It is False where torch does not count them, and after the program has moved the output.
+        """
+        return self._state() == self._at_rest
 
     @property
     def moved(self) -> bool:
         """Return True if the program has moved the output to other memory (``share_memory_``)."""
-        return self._storage.data_ptr() != self._place
+        return bool(self._storage.data_ptr() != self._at_rest[0])
 
-    def begin(self, where: str) -> torch.Tensor:
+    def begin(self, where: object) -> torch.Tensor:
         """Return the output for the caller at ``where``."""
         self._where = where
         if _SPOIL is not None:
-            return self._alias.detach()
+            return self.alias.detach()
         given = torch.Tensor._make_subclass(
-            GuardedTensor, self._alias
+            GuardedTensor, self.alias
         )  # no view: it may be written to
         given.overwritten = self._ended
         return given
 
-    def end(self, where: str) -> None:
-        """Let reading it raise from now on, also through its views; it can't begin again."""
+    def end(self, event: str, line: object) -> None:
+        """Let reading it raise from now on, also through its views; it can't begin again.
+
+        ``event``: what has overwritten it; ``line``: where, if that is known.
+        """
+        end = event if line is None else f"{event} {line}"
         text = (
-            f"this {self._what} of a graph, returned at {self._where}, was overwritten by {where}; "
+            f"this {self._what} of a graph, returned at {self._where}, was overwritten by {end}; "
             f'read it before, clone it, or capture with {self._what}s="copy"'
         )
         if _SPOIL is not None:
@@ -133,26 +140,24 @@ class OutputGuards:
         self._what = what
         self.by_position: dict[int, OutputGuard] = {}
 
-    def borrow(self, i: int, tensor: torch.Tensor, where: str) -> torch.Tensor:
+    def borrow(self, i: int, tensor: torch.Tensor, where: object) -> torch.Tensor:
         """Return the borrowed output over ``tensor`` for the caller at ``where``."""
         guard = self.by_position.get(i)
         if guard is None:
             guard = self.by_position[i] = OutputGuard(tensor, self._what)
         return guard.begin(where)
 
-    def expire(self, where: str) -> None:
-        """Make borrowed outputs of the last replay that are still held raise when read."""
-        for i, guard in list(self.by_position.items()):
-            if guard.moved:
-                del self.by_position[i]
-            elif guard.held:
-                guard.end(where)
-                del self.by_position[i]
+    def expire(self, event: str, line: object = None) -> None:
+        """Make borrowed outputs of the last replay that are still held raise when read.
 
-    def version(self, i: int) -> int:
-        """Return how often the output borrowed at a position was written to; -1 for nothing."""
-        guard = self.by_position.get(i)
-        return -1 if guard is None else guard.version
+        ``event`` and ``line`` as of an ``OutputGuard``.
+        """
+        for i, guard in list(self.by_position.items()):
+            if guard.is_free:
+                continue
+            if not guard.moved:
+                guard.end(event, line)
+            del self.by_position[i]
 
     def __del__(self) -> None:
         self.expire("the end of its graph")

@@ -106,11 +106,13 @@ class Outputs:
         kind = self._kinds[0] if self._alone else None
         self._only = kind if isinstance(kind, Plain) else None
 
-    def expire(self, where: str) -> None:
+    def expire(self, event: str, line: object = None) -> None:
         """Make borrowed outputs of the last replay that are still held raise when read."""
-        self._guards.expire(where)
+        self._guards.expire(event, line)
 
-    def give(self, given: Sequence[torch.Tensor], where: str, join: Join | None = None) -> Any:
+    def give(
+        self, given: Sequence[torch.Tensor], where: object = None, join: Join | None = None
+    ) -> Any:
         """Return the outputs of the replay that was just launched.
 
         ``join`` gets those that the graph has made and returns them with their gradients.
@@ -138,12 +140,19 @@ class Outputs:
         leaves, _ = flat(result)
         return [leaves[i] for i in self._borrowed]
 
-    def versions(self, places: Sequence[int]) -> list[int]:
-        """Return how often the borrowed outputs at some places of ``made`` were written to."""
-        return [self._guards.version(self._borrowed[i]) for i in places]
+    def lent(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """Return what shares the memory and the count of writes of the borrowed outputs.
 
-    def _one(self, i: int, given: Sequence[torch.Tensor], where: str) -> Any:
+        ``places``: those in ``made``.
+        """
+        return [self._guards.by_position[self._borrowed[i]].alias for i in places]
+
+    def _one(self, i: int, given: Sequence[torch.Tensor], where: object) -> Any:
         kind = self._kinds[i]
+        if type(kind) is Borrowed:
+            if self._copy:
+                return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
+            return self._guards.borrow(i, kind.tensor, where)
         if isinstance(kind, Plain):
             return kind.value
         if isinstance(kind, Argument):
@@ -152,11 +161,7 @@ class Outputs:
             return kind.of(given[kind.position])
         if isinstance(kind, Alias):
             return kind.again()
-        if isinstance(kind, Again | Made | PartOf):
-            return None  # known when all are
-        if self._copy:
-            return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
-        return self._guards.borrow(i, kind.tensor, where)
+        return None  # known when all are
 
 
 def leads_back(tensor: Any) -> bool:

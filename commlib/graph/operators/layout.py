@@ -53,7 +53,10 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions along which a tensor repeats its elements, as ``expand`` makes them."""
-    places = enumerate(zip(tensor.size(), tensor.stride(), strict=True))
+    strides = tensor.stride()
+    if 0 not in strides:
+        return ()
+    places = enumerate(zip(tensor.size(), strides, strict=True))
     return tuple(dim for dim, (n, stride) in places if stride == 0 and n > 1)
 
 

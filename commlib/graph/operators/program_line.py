@@ -6,8 +6,8 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,24 @@ def _of_optimizer(frame: Any) -> str:
     return "call the optimizer outside the function"
 
 
-def line_of_frame(frame: FrameType) -> str:
-    """Return file and line of a frame."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+class ProgramLine(NamedTuple):
+    """The line where a frame of the program was at one moment; Python looks for it in the text.
+
+    Attributes:
+        code: The code of the frame.
+        instruction: The last instruction that had begun.
+    """
+
+    code: CodeType
+    instruction: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> "ProgramLine":
+        """Return the line where a frame is."""
+        return cls(frame.f_code, frame.f_lasti)
+
+    def __str__(self) -> str:
+        """Return file and line."""
+        lines = self.code.co_lines()
+        found = [line for begin, end, line in lines if begin <= self.instruction < end]
+        return f"{self.code.co_filename}:{found[0] if found else self.code.co_firstlineno}"

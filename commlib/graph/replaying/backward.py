@@ -15,7 +15,11 @@ from commlib.graph.recording.segments import Segments
 
 
 class Backward:
-    """A graph from the gradients of outputs to those of tensors, and the memory at both ends."""
+    """A graph from the gradients of outputs to those of tensors, and the memory at both ends.
+
+    Attributes:
+        guards: Of the gradients that it has lent to the program.
+    """
 
     def __init__(
         self,
@@ -38,10 +42,11 @@ class Backward:
         self.last = last
         self.segments, self.given = segments, given
         self._expanded = [expanded_dims(x) for x in given]
+        self._any_expanded = any(self._expanded)
         self._places = [unexpanded(x, dims) for x, dims in zip(given, self._expanded, strict=True)]
         self._at_once = bool(given) and not any(map(is_wrapper, given))
         self._borrowed = _alone(grads, segments) if borrow else {}
-        self._guards = OutputGuards("gradient")
+        self.guards = OutputGuards("gradient")
         copied = {i: grad for i, grad in grads.items() if i not in self._borrowed}
         self._wrapped = copied if any(map(is_wrapper, copied.values())) else {}
         self._make = {} if self._wrapped else {i: maker(grad) for i, grad in copied.items()}
@@ -50,6 +55,7 @@ class Backward:
             i: [shared(x) if _is_made(x, segments) else x for x in parts(grad)]
             for i, grad in copied.items()
         }
+        self._all_parts = [x for each in self._parts.values() for x in each]
 
     def run(
         self,
@@ -64,31 +70,31 @@ class Backward:
             side: The current stream, if that is not the caller's.
             sums: By position, what gradients are added to. These are not returned.
         """
-        added = {i: into for i, into in sums.items() if i in self._make}
+        added = {i: into for i, into in sums.items() if i in self._make} if sums else {}
         fresh, places = self._fresh(added)
+        sources = [x for i in fresh for x in self._parts[i]] if added else self._all_parts
         with self.segments.lock, nullcontext() if side is None else side.run_on_callers():
             self.segments.turn()
             self._take(coming)
             self.segments.replay()
             if places:
-                torch._foreach_copy_(places, [x for i in fresh for x in self._parts[i]])
+                torch._foreach_copy_(places, sources)
             if added:
                 torch._foreach_add_([*added.values()], [self._parts[i][0] for i in added])
-        borrowed = {i: self._guards.borrow(i, x, "its backward") for i, x in self._borrowed.items()}
-        return fresh | borrowed
+        for i, grad in self._borrowed.items():
+            fresh[i] = self.guards.borrow(i, grad, "its backward")
+        return fresh
 
     def _take(self, coming: Sequence[torch.Tensor]) -> None:
         """Copy the gradients of outputs to where the graph reads them."""
-        grads = [unexpanded(x, dims) for x, dims in zip(coming, self._expanded, strict=True)]
+        grads = [*coming]
+        if self._any_expanded:
+            grads = [unexpanded(x, dims) for x, dims in zip(coming, self._expanded, strict=True)]
         if self._at_once and all(grad.layout is torch.strided for grad in grads):
             torch._foreach_copy_(self._places, grads)  # a kernel; a memcpy takes 20 µs more
             return
         for place, grad in zip(self._places, grads, strict=True):
             place.copy_(grad)
-
-    def expire(self, where: str) -> None:
-        """Make gradients that the program still holds raise when they are read."""
-        self._guards.expire(where)
 
     def _fresh(self, added: Container[int]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, but for ``added``, and all memory to be written."""

@@ -5,30 +5,43 @@ from typing import Any
 
 import torch
 
+from commlib.graph.calls.bindings import Bindings
 from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.recording.inputs import Inputs
+from commlib.graph.recording.recorded_call import Bound, Recipe
 from commlib.graph.recording.segments import Segments
 from commlib.graph.watching.effects import Effects
 
 
 class CallEffects:
-    """The effects of one captured call; they are the same at each call with the same memory."""
+    """The effects of one captured call; they are the same at each call with the same memory.
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        rooms: Sequence[torch.Tensor | None],
-        leaves: Sequence[torch.Tensor],
-    ) -> None:
+    Attributes:
+        gives: Whether each replay gives the program more than outputs.
+    """
+
+    def __init__(self, inputs: Inputs, recipe: Recipe, grads: Bound, bindings: Bindings) -> None:
         """Store the call.
 
         Args:
             inputs: Where it reads its arguments.
-            rooms: Memory of its outputs.
-            leaves: Those whose ``grad`` it binds.
+            recipe: How it was recorded.
+            grads: The gradients that it gives to leaves.
+            bindings: The names that it binds.
         """
-        self._inputs, self._rooms, self._leaves = inputs, rooms, list(leaves)
+        self._inputs, self._rooms, self._copy = inputs, recipe.rooms, recipe.copy
+        self._grads, self._bindings = grads, bindings
+        self._leaves = [leaf for leaf, _ in grads]
+        self.gives = bool(inputs.touched.written or grads or bindings.names)
         self._known: dict[Any, Effects] = {}  # of a backward or a call, and of how many graphs
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write to arguments, gradients and names what a replay has computed for them."""
+        self._inputs.give_back(tensors)
+        for owner, grad in self._grads:
+            if owner.grad is not grad or self._copy:
+                owner.grad = grad.clone() if self._copy and grad is not None else grad
+        self._bindings.bind(tensors)
 
     def of(self, call: Arguments | None, graphs: Sequence[Segments]) -> Effects:
         """Return what ``graphs`` change in a call; a backward has no ``call``."""

@@ -9,9 +9,10 @@ import torch
 
 from commlib.graph.calls.bindings import Bindings
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.leaves import Tensors
 from commlib.graph.calls.outputs import Outputs
 from commlib.graph.calls.tensor_places import NO_PLACES
-from commlib.graph.operators.program_line import line_of_frame
+from commlib.graph.operators.program_line import ProgramLine
 from commlib.graph.recording.externals import Externals
 from commlib.graph.recording.inputs import Inputs
 from commlib.graph.recording.recorded_call import Recipe, kept_grads, reading, record_call
@@ -23,6 +24,7 @@ from commlib.graph.replaying.verification_log import VerificationLog
 from commlib.graph.replaying.verify import Verification
 from commlib.graph.watching.runs import DonePart, check_foreign
 
+Line = ProgramLine | None
 Done = Sequence[DonePart] | None  # what eager parts did in a verified call
 NO_GRADIENTS = NoGradients()
 
@@ -32,7 +34,7 @@ class CapturedCall:
 
     Attributes:
         segments: Its graphs.
-        backwards: The graphs of its backwards.
+        together: Whether all ranks replay it, or a backward of it, together.
         inputs: Where it reads its arguments.
         effects: What it changes outside itself.
         outputs: What it returns.
@@ -50,12 +52,12 @@ class CapturedCall:
         self._recipe, self._schedule, self.log = recipe, schedule, log
         self.segments: Segments
         self.outputs: Outputs
-        self.backwards: list[Segments] = []
+        self._backwards: list[Segments] = []
         self.inputs = Inputs()
         self.replays = self.bytes_copied = 0
         self.launch_seconds: float | None = None
         self.capture_seconds = 0.0
-        self.lost = self.has_eager_parts = False
+        self.lost = self.has_eager_parts = self.together = False
         self.places = NO_PLACES
 
     # -- capture -----------------------------------------------------------------------------------
@@ -95,16 +97,14 @@ class CapturedCall:
         recorded = record_call(self._recipe, call, self.inputs, again=again, done=done)
         self.segments, given = recorded.segments, recorded.given
         self.has_eager_parts = self.segments.broken
-        self._together = bool(self.segments.collectives)  # whether all ranks replay it together
+        self.together = bool(self.segments.collectives)
         self._externals = Externals(self.segments.recorders, recorded.arguments)
         recipe, own, found = self._recipe, self._is_own, self._recipe.findings
         self.outputs = Outputs(recorded.result, given, own, found.lasting, copy=recipe.copy)
         self._bindings = Bindings(recorded.bindings, found.sets, given, own, found.lasting)
         self._externals.watch(self._bindings.tensors())
-        self._grads = recorded.grads
-        self.effects = CallEffects(self.inputs, recipe.rooms, [x for x, _ in self._grads])
-        gives = self.inputs.touched.written or self._grads or self._bindings.names
-        self._only_launches = not (gives or self.outputs.any_borrowed)
+        self.effects = CallEffects(self.inputs, recipe, recorded.grads, self._bindings)
+        self._only_launches = not (self.effects.gives or self.outputs.any_borrowed)
         gradients.recorded(recorded, self.outputs, again=again)
         self.capture_seconds = time.perf_counter() - began
 
@@ -120,7 +120,7 @@ class CapturedCall:
         ``turn``: the number of this replay among those of all kinds, which counts where a graph has
         collectives: ranks may make the same ones in calls of other kinds.
         """
-        number = turn if self._together else self.replays + 1
+        number = turn if self.together else self.replays + 1
         if self._schedule.due(number) and self.fits_all:
             return self._verified(call, caller)
         return self.replay(call, caller)
@@ -140,10 +140,10 @@ class CapturedCall:
             self.bytes_copied = 0
             fresh = None if pointers == self.inputs.pointers else self._place(call, pointers)
             if not fresh:
-                where = ""
+                where = None
                 if self.outputs.any_borrowed:
-                    where = line_of_frame(caller)
-                    self.outputs.expire(f"the call at {where}")
+                    where = ProgramLine.of(caller)
+                    self.outputs.expire("the call at", where)
                 self.replays += 1
                 timed = not self.replays & (self.replays - 1)  # seldom: the clock takes its time
                 began = time.perf_counter() if timed else 0.0
@@ -154,7 +154,7 @@ class CapturedCall:
                 if timed:
                     self.launch_seconds = time.perf_counter() - began
                 if self._only_launches:
-                    return self.outputs.give(tensors, "")
+                    return self.outputs.give(tensors)
                 return self._outcome(tensors, where, gradients)
         self._capture_again(call, fresh, caller, gradients, done)  # replays do not wait for it
         return self.first(call, caller, gradients)
@@ -165,7 +165,7 @@ class CapturedCall:
             self.replays += 1
             self.segments.turn()
             self.segments.replay_rest()
-            return self._outcome(call.tensors, line_of_frame(caller), gradients)
+            return self._outcome(call.tensors, ProgramLine.of(caller), gradients)
 
     def _replay_parts(self, call: Arguments, done: Done) -> None:
         """Replay graphs and eager parts; these find the gradients that the graphs have."""
@@ -175,15 +175,11 @@ class CapturedCall:
             self.segments.replay(done)
         self._bindings.check(before)
 
-    def _outcome(self, tensors: Sequence[torch.Tensor], where: str, gradients: Gradients) -> Any:
+    def _outcome(self, tensors: Tensors, where: Line, gradients: Gradients) -> Any:
         """Give the program what a replay has computed; return outputs borrowed at ``where``."""
-        self.inputs.give_back(tensors)
-        copy = self._recipe.copy
-        for owner, grad in self._grads:
-            if owner.grad is not grad or copy:
-                owner.grad = grad.clone() if copy and grad is not None else grad
-        self._bindings.bind(tensors)
-        return self.outputs.give(tensors, where, gradients.join(list(tensors)))
+        if self.effects.gives:
+            self.effects.give(tensors)
+        return self.outputs.give(tensors, where, gradients.join(tensors))
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:
         """Copy moved arguments to the graph's memory; return positions without such memory.
@@ -207,7 +203,7 @@ class CapturedCall:
         """Capture the call with the graphs' own memory for some of its arguments."""
         check_foreign()
         self.inputs.make_room(call, positions)
-        self.outputs.expire(f"the call at {line_of_frame(caller)}")
+        self.outputs.expire("the call at", ProgramLine.of(caller))
         self.lost = True
         self.segments.release()
         self._record(call, gradients, again=True, done=done)
@@ -265,7 +261,12 @@ class CapturedCall:
     @property
     def graphs(self) -> list[Segments]:
         """Return all that it replays."""
-        return [self.segments, *self.backwards]
+        return [self.segments, *self._backwards]
+
+    def go_back_by(self, backwards: Sequence[Segments]) -> None:
+        """Note the graphs of its backwards."""
+        self._backwards = [*backwards]
+        self.together = any(segments.collectives for segments in self.graphs)
 
     def drop_lost(self) -> bool:
         """Return True if its graphs are lost."""

@@ -44,13 +44,19 @@ retains: Callable[[], bool] = getattr(
 
 def all_run(edges: Sequence[tuple[Any, int]]) -> bool:
     """Return True if the backward under way takes every way out of a node."""
-    for node, _ in edges:
-        try:
-            if node is not None and not _will_run(node):
-                return False
-        except RuntimeError:  # a leaf that autograd.grad has asked for
-            continue
-    return True
+    nodes = [node for node, _ in edges if node is not None]
+    try:
+        return all(map(_will_run, nodes))
+    except RuntimeError:  # one is a leaf that autograd.grad has asked for
+        return all(map(_is_taken, nodes))
+
+
+def _is_taken(node: Any) -> bool:
+    """Return True if the backward under way goes on to a node, or ends at it."""
+    try:
+        return _will_run(node)
+    except RuntimeError:
+        return True
 
 
 def will_run(node: Any) -> bool:

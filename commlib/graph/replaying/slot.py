@@ -15,12 +15,12 @@ from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs, leads_back
-from commlib.graph.operators.program_line import line_of_frame
+from commlib.graph.operators.program_line import ProgramLine
 from commlib.graph.recording.capture_run import without_saved_hooks
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
 from commlib.graph.recording.segments import Segments
-from commlib.graph.replaying.autograd_node import Grads, Lease, Node
+from commlib.graph.replaying.autograd_node import Grads, Lease, apply_node
 from commlib.graph.replaying.backward import Backward
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.grad_sums import NO_SUMS, GradSums
@@ -81,6 +81,7 @@ class Slot:
         """Capture the backward from all outputs of a forward that was just recorded."""
         made, inputs = outputs.made(recorded.result), recorded.given
         self._leads = [leads_back(tensor) for tensor in made]
+        self._all_lead = all(self._leads)
         self._outs = [tensor for tensor in made if leads_back(tensor)]
         self._tensors = (*inputs, *self.parameters)
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
@@ -95,7 +96,7 @@ class Slot:
 
     def _add(self, key: Any, backward: Backward) -> None:
         self._backwards[key] = backward
-        self.forward.backwards = [each.segments for each in self._backwards.values()]
+        self.forward.go_back_by([each.segments for each in self._backwards.values()])
 
     def _capture_backward(
         self,
@@ -172,7 +173,7 @@ class Slot:
     ) -> Any:
         """Replay the forward; the gradients of its outputs lead to the backward."""
         if self._borrows:  # the graphs share one memory
-            self._expire(f"the call at {line_of_frame(caller)}")
+            self._expire("the call at", ProgramLine.of(caller))
         return self.forward.replay(call, caller, self, done)
 
     def join(self, tensors: Tensors) -> Join:
@@ -183,28 +184,24 @@ class Slot:
         def join(borrowed: list[torch.Tensor]) -> Any:
             on_side = nullcontext() if lease.side is None else lease.side.current()
             with on_side, without_saved_hooks():
-                *outs, _ = Node.apply(self, lease, borrowed, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
-            lease.reads = [*self._reads, *(tensors[i] for i in self._reads_inputs)]
-            lease.versions = self._versions(lease)
+                *outs, _ = apply_node(self, lease, borrowed, *tensors, *self.parameters)
+            inputs = [tensors[i] for i in self._reads_inputs]
+            lease.note(self._reads + inputs + self.forward.outputs.lent(self._reads_outputs))
             return outs
 
         return join
 
-    def _versions(self, lease: Lease) -> list[int]:
-        """Return the number of writes to each tensor that the backward reads."""
-        seen = [tensor._version for tensor in lease.reads]
-        borrowed = self._reads_outputs
-        return seen + self.forward.outputs.versions(borrowed) if borrowed else seen
-
     def not_differentiable(self, borrowed: Sequence[torch.Tensor]) -> Tensors:
         """Return the outputs without a gradient."""
+        if self._all_lead:
+            return []
         return [tensor for tensor, leads in zip(borrowed, self._leads, strict=True) if not leads]
 
     # -- going back --------------------------------------------------------------------------------
 
     def check(self, lease: Lease) -> None:
         """Raise ``GraphError`` where something was written to that the backward is to read."""
-        if self._versions(lease) != lease.versions:
+        if lease.is_written:
             raise GraphError(
                 "a tensor that this backward needs was modified in place since its forward; "
                 "run the backward before modifying the tensor, or clone the tensor"
@@ -223,10 +220,11 @@ class Slot:
         wanted = self._of_leading(grads)
         backward = self._backward_of(wanted)
         self.is_last = backward.last
-        self._expire("the next backward")  # all of them share one memory
+        if self._borrows:  # all of them share one memory
+            self._expire("the next backward")
         sums = self._sums.at(edges, side)
         fresh = backward.run([grad for grad in wanted if grad is not None], side, sums)
-        return [fresh.get(i) for i in range(len(self._tensors))]
+        return [*map(fresh.get, range(len(self._tensors)))]
 
     def expect(self, outs: Tensors, wanted: Tensors, *, uncaptured: bool) -> None:
         """Verify the backward of the forward that was just replayed, with that of ``outs``."""
@@ -261,6 +259,8 @@ class Slot:
 
     def _of_leading(self, grads: Grads) -> list[torch.Tensor | None]:
         """Return the gradients of those outputs that have one."""
+        if self._all_lead:
+            return list(grads)
         return [grad for grad, leads in zip(grads, self._leads, strict=True) if leads]
 
     def _backward_of(self, grads: Grads) -> Backward:
@@ -283,14 +283,14 @@ class Slot:
         self.forward.release()
         self._release_backwards()
 
-    def _expire(self, where: str) -> None:
+    def _expire(self, event: str, line: ProgramLine | None = None) -> None:
         """Make gradients that the program still holds raise when they are read."""
         for backward in self._backwards.values():
-            backward.expire(where)
+            backward.guards.expire(event, line)
 
     def _release_backwards(self) -> None:
         self._expire("the release of the graph")
         for backward in self._backwards.values():
             backward.segments.release()
         self._backwards.clear()
-        self.forward.backwards = []
+        self.forward.go_back_by([])

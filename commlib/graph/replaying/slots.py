@@ -74,8 +74,8 @@ class Slots:
         if self._is_full:
             return called_unhooked(self._fn, *call.given)
         one = self.slots[0].forward
-        together = any(x.collectives for segments in one.graphs for x in segments.recorders)
-        if self._schedule.due(turn if together else self.replays) and one.fits_all:
+        number = turn if one.together else self.replays
+        if self._schedule.due(number) and one.fits_all:
             return self._verified(call, caller)
         return self._replayed(call, caller)[1]
 
