@@ -224,3 +224,57 @@ def test_grads_that_no_kernel_may_write(comm: Any) -> None:
         for one, other in zip(eager.parameters(), own.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
             torch.testing.assert_close(other.grad, one.grad, msg=f"turn {turn}")
+
+
+def into_one_memory(weights: list[nn.Parameter]) -> None:
+    memory = torch.zeros(2 * WIDTH, device=weights[1].device)
+    weights[1].grad, weights[3].grad = memory[3 : 3 + WIDTH], memory[-WIDTH - 3 : -3]
+
+
+def negated(weights: list[nn.Parameter]) -> None:
+    weights[0].grad = torch._neg_view(torch.ones_like(weights[0]))
+
+
+def transposed(weights: list[nn.Parameter]) -> None:
+    weights[0].grad = torch.ones_like(weights[0]).t()
+
+
+def gone(weights: list[nn.Parameter]) -> None:
+    weights[2].grad = None
+
+
+def with_a_gradient(weights: list[nn.Parameter]) -> None:
+    assert weights[0].grad is not None
+    weights[0].grad.requires_grad_()
+
+
+def with_a_hook(weights: list[nn.Parameter]) -> None:
+    weights[1].register_hook(lambda grad: grad * 2)
+
+
+def with_a_hook_of_the_sum(weights: list[nn.Parameter]) -> None:
+    def double(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.mul_(2)
+
+    weights[1].register_post_accumulate_grad_hook(double)
+
+
+PLACES = (into_one_memory, negated, transposed, gone)
+OBSERVERS = (with_a_gradient, with_a_hook, with_a_hook_of_the_sum)
+
+
+@runs_on("unified_ranks")
+def test_changes_after_added_gradients(comm: Any) -> None:
+    """What the program changes before a backward, after others that added to all ``.grad``."""
+    for change in (*PLACES, *OBSERVERS):
+        eager, own, captured = pair(comm.device, verify=False)
+        for turn in range(STEPS):
+            for model, call in ((eager, eager), (own, captured)):
+                loss = call(rows(turn, comm.device)).square().sum()
+                if turn == STEPS // 2:  # the next forward has another key: hooks are in it
+                    change([*model.parameters()])
+                loss.backward()
+        for one, other in zip(eager.parameters(), own.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(other.grad, one.grad, msg=change.__name__)

@@ -139,12 +139,14 @@ class OutputGuards:
         """``what``: as of an ``OutputGuard``."""
         self._what = what
         self.by_position: dict[int, OutputGuard] = {}
+        self._lent: set[int] = set()  # positions of those that the program may hold
 
     def borrow(self, i: int, tensor: torch.Tensor, where: object) -> torch.Tensor:
         """Return the borrowed output over ``tensor`` for the caller at ``where``."""
         guard = self.by_position.get(i)
         if guard is None:
             guard = self.by_position[i] = OutputGuard(tensor, self._what)
+        self._lent.add(i)
         return guard.begin(where)
 
     def expire(self, event: str, line: object = None) -> None:
@@ -152,7 +154,9 @@ class OutputGuards:
 
         ``event`` and ``line`` as of an ``OutputGuard``.
         """
-        for i, guard in list(self.by_position.items()):
+        lent, self._lent = self._lent, set()
+        for i in lent:
+            guard = self.by_position[i]
             if guard.is_free:
                 continue
             if not guard.moved:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from commlib.graph.backends.side_stream import SideStream
-from commlib.graph.replaying.nodes import will_run
+from commlib.graph.calls.tensor_addresses import layout_guards
+from commlib.graph.replaying.nodes import certainly_run, will_run
 from commlib.streams import current_raw
 
 Edges = Sequence[tuple[Any, int]]
@@ -35,6 +36,8 @@ class GradSums:
                 node.register_prehook(partial(self._note, i)) for i, node in enumerate(nodes)
             ]
             self._handles: list[Any] = handles
+        self._guards: Any = None  # of the last gradients of which all were added to
+        self._apart: list[int] = []  # addresses with which no two of those share memory
 
     def _note(self, i: int, _: object) -> None:
         """Note the stream of a node, which torch shows in its hooks alone."""
@@ -52,6 +55,9 @@ class GradSums:
         if not edges or side is not self._side:
             return {}
         first = len(edges) - len(self._weights)
+        grads: list[Any] = [weight.grad for weight in self._weights]
+        if self._are_as_before(grads) and certainly_run(edges[first:]):
+            return dict(enumerate(grads, first))
         found = {
             i: grad
             for i, weight in enumerate(self._weights, first)
@@ -60,19 +66,43 @@ class GradSums:
             and _only_adds(weight, grad)
             and will_run(edges[i][0])
         }
-        return found if _are_apart(found.values()) else {}
+        if not _are_apart(found.values()):
+            return {}
+        if found and len(found) == len(self._weights):
+            self._guards = layout_guards(grads)
+        return found
+
+    def _are_as_before(self, grads: Sequence[Any]) -> bool:
+        """Return True if all gradients may be added to, which takes a third of asking each."""
+        if self._guards is None or not self._guards.check(*grads):
+            return False  # one has another type, dtype, size or stride, or there is none
+        if any(
+            grad.requires_grad or grad.dtype is not weight.dtype or _has_hooks(weight)
+            for weight, grad in zip(self._weights, grads, strict=True)
+        ):
+            return False
+        pointers = [grad.data_ptr() for grad in grads]
+        if pointers != self._apart:
+            if not _are_apart(grads):
+                return False
+            self._apart = pointers
+        return True
+
+
+def _has_hooks(weight: Any) -> bool:
+    """Return True if hooks of a weight would see its gradient."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _only_adds(weight: Any, grad: torch.Tensor) -> bool:
     """Return True if torch would add another gradient in place, and show it to no hook."""
     if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.requires_grad:
         return False
-    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     plain = grad.dtype is weight.dtype and not (grad.is_conj() or grad.is_neg())
     dense = grad.is_contiguous() or (
         grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
     )
-    return plain and dense and not hooks
+    return plain and dense and not _has_hooks(weight)
 
 
 def _are_apart(grads: Iterable[torch.Tensor]) -> bool:

@@ -59,6 +59,15 @@ def _is_taken(node: Any) -> bool:
         return True
 
 
+def certainly_run(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Return True if the backward under way certainly goes on to all of some nodes."""
+    try:
+        nodes = [node for node, _ in edges]
+        return None not in nodes and all(map(_will_run, nodes))
+    except RuntimeError:  # a leaf that autograd.grad has asked for
+        return False
+
+
 def will_run(node: Any) -> bool:
     """Return True if the backward under way certainly goes on to a node."""
     try:
