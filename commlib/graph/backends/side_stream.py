@@ -60,7 +60,7 @@ class SideStream:
     def _fence(self, first: torch.cuda.Stream, then: torch.cuda.Stream) -> None:
         with self._lock:  # one event for both directions
             self._event.record(first)
-            then.wait_event(self._event)
+            self._event.wait(then)  # as then.wait_event(), with one function of Python less
 
 
 class _Across:

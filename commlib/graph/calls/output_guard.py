@@ -76,34 +76,27 @@ class OutputGuard:
 
     Attributes:
         alias: A tensor under that storage; an output shares its count of writes.
+        at_rest: Its ``state`` while the program holds nothing of it.
     """
 
     def __init__(self, tensor: torch.Tensor, what: str) -> None:
         """``what``: "output" or "gradient", for the message."""
         self.alias, self._what = unowned(tensor), what
         self._storage = self.alias.untyped_storage()
-        self._at_rest = self._state()
+        self.at_rest = self.state()
         self._ended: list[str] = []
         self._where: object = None
 
-    def _state(self) -> tuple[Any, ...]:
+    def state(self) -> tuple[Any, ...]:
         """Return the address, how many tensors share the storage, and what names it in Python."""
         storage = self._storage
         sharers = _sharers(storage._cdata) if _sharers else object()
         return storage.data_ptr(), sharers, sys.getrefcount(storage)
 
     @property
-    def is_free(self) -> bool:
-        """Return True if the program has neither the output, nor a view of it, nor its storage.
-
-        It is False where torch does not count them, and after the program has moved the output.
-        """
-        return self._state() == self._at_rest
-
-    @property
     def moved(self) -> bool:
         """Return True if the program has moved the output to other memory (``share_memory_``)."""
-        return bool(self._storage.data_ptr() != self._at_rest[0])
+        return bool(self._storage.data_ptr() != self.at_rest[0])
 
     def begin(self, where: object) -> torch.Tensor:
         """Return the output for the caller at ``where``."""
@@ -157,8 +150,8 @@ class OutputGuards:
         lent, self._lent = self._lent, set()
         for i in lent:
             guard = self.by_position[i]
-            if guard.is_free:
-                continue
+            if guard.state() == guard.at_rest:
+                continue  # the program has neither the output, nor a view of it, nor its storage
             if not guard.moved:
                 guard.end(event, line)
             del self.by_position[i]

@@ -103,6 +103,7 @@ class Outputs:
         )
         self._guards = OutputGuards("output")
         self.any_borrowed = bool(self._borrowed)
+        self._all_borrowed = len(self._borrowed) == len(leaves) and not self._leaves
         kind = self._kinds[0] if self._alone else None
         self._only = kind if isinstance(kind, Plain) else None
 
@@ -124,6 +125,12 @@ class Outputs:
             joined = join([leaves[i] for i in self._borrowed])
             for i, leaf in zip(self._borrowed, joined, strict=True):
                 leaves[i] = leaf
+        if not self._all_borrowed:
+            self._complete(leaves)
+        return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
+
+    def _complete(self, leaves: list[Any]) -> None:
+        """Make of each leaf what the function returns, and put in what depends on other leaves."""
         for i in self._leaves:
             leaves[i].requires_grad_()
         if self._objects is not None:
@@ -133,7 +140,6 @@ class Outputs:
             leaves[i] = part.of(leaves[part.place])
         for i, place in self._again:
             leaves[i] = leaves[place]
-        return leaves[0] if self._alone else tree_unflatten(leaves, self._spec)
 
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""

@@ -74,11 +74,8 @@ def check_untransformed() -> None:
 
 def check_untransformed_backward(grads: Iterable[torch.Tensor | None]) -> None:
     """Raise ``GraphError`` for the backward of a captured call inside a transform."""
-    if (
-        _transform() is not None
-        or forward_ad._current_level >= 0
-        or any(_is_batched(grad) for grad in grads if grad is not None)  # is_grads_batched=True
-    ):
+    batched = [grad for grad in grads if grad is not None and _is_batched(grad)]
+    if batched or _transform() is not None or forward_ad._current_level >= 0:
         raise GraphError(
             "the backward of a captured call runs inside a transform (vmap, is_grads_batched=True, "
             "jacobian(vectorize=True), dual numbers, ...), and a graph takes one plain gradient "

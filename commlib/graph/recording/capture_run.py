@@ -134,6 +134,11 @@ def isolated() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def has_saved_hooks() -> bool:
+    """Return True if autograd would call hooks for what is saved now."""
+    return _top_hooks(True) is not None
+
+
 def without_saved_hooks() -> AbstractContextManager[None]:
     """Return a context in which autograd saves tensors without the caller's hooks.
 

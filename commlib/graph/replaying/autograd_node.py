@@ -10,6 +10,7 @@ from commlib.errors import GraphError
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.calls.leaves import Tensors
 from commlib.graph.operators.unsupported import check_earlier_backward, check_untransformed_backward
+from commlib.graph.recording.capture_run import has_saved_hooks, without_saved_hooks
 from commlib.graph.replaying.nodes import all_run, retains
 
 Grads = Sequence[torch.Tensor | None]
@@ -102,7 +103,15 @@ class Node(torch.autograd.Function):
 
 # Torch's own ``apply`` in Python looks at each argument for tensors that have left a transform of
 # torch.func, which no call that has a key contains: 5 µs for 20 arguments.
-apply_node: Callable[..., Any] = super(torch.autograd.Function, Node).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, Node).apply
+
+
+def apply_node(*args: Any) -> Any:
+    """Return the outputs and the tie, which is no business of the program's saved-tensor hooks."""
+    if not has_saved_hooks():
+        return _apply(*args)
+    with without_saved_hooks():
+        return _apply(*args)
 
 
 def _differentiable_once(grads: Grads, sources: Grads) -> list[torch.Tensor | None]:

@@ -99,7 +99,8 @@ class Backward:
     def _fresh(self, added: Container[int]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, but for ``added``, and all memory to be written."""
         if not self._wrapped:
-            plain = {i: make() for i, make in self._make.items() if i not in added}
+            make = {i: x for i, x in self._make.items() if i not in added} if added else self._make
+            plain = {i: new() for i, new in make.items()}
             return plain, [*plain.values()]
         fresh = {i: rebuilt(grad, torch.empty_like) for i, grad in self._wrapped.items()}
         return fresh, [part for grad in fresh.values() for part in parts(grad)]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from commlib.graph.replaying.nodes import certainly_run, will_run
 from commlib.streams import current_raw
 
 Edges = Sequence[tuple[Any, int]]
+_dtype, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class GradSums:
@@ -37,6 +39,7 @@ class GradSums:
             ]
             self._handles: list[Any] = handles
         self._guards: Any = None  # of the last gradients of which all were added to
+        self._dtypes: list[torch.dtype] = []  # of the weights then
         self._apart: list[int] = []  # addresses with which no two of those share memory
 
     def _note(self, i: int, _: object) -> None:
@@ -69,17 +72,16 @@ class GradSums:
         if not _are_apart(found.values()):
             return {}
         if found and len(found) == len(self._weights):
-            self._guards = layout_guards(grads)
+            self._guards, self._dtypes = layout_guards(grads), [*map(_dtype, self._weights)]
         return found
 
     def _are_as_before(self, grads: Sequence[Any]) -> bool:
         """Return True if all gradients may be added to, which takes a third of asking each."""
         if self._guards is None or not self._guards.check(*grads):
             return False  # one has another type, dtype, size or stride, or there is none
-        if any(
-            grad.requires_grad or grad.dtype is not weight.dtype or _has_hooks(weight)
-            for weight, grad in zip(self._weights, grads, strict=True)
-        ):
+        weights: Sequence[Any] = self._weights
+        hooks = [x._backward_hooks or x._post_accumulate_grad_hooks for x in weights]
+        if any(hooks) or any(map(_requires_grad, grads)) or [*map(_dtype, weights)] != self._dtypes:
             return False
         pointers = [grad.data_ptr() for grad in grads]
         if pointers != self._apart:
@@ -89,20 +91,16 @@ class GradSums:
         return True
 
 
-def _has_hooks(weight: Any) -> bool:
-    """Return True if hooks of a weight would see its gradient."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-
-
 def _only_adds(weight: Any, grad: torch.Tensor) -> bool:
     """Return True if torch would add another gradient in place, and show it to no hook."""
     if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.requires_grad:
         return False
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     plain = grad.dtype is weight.dtype and not (grad.is_conj() or grad.is_neg())
     dense = grad.is_contiguous() or (
         grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
     )
-    return plain and dense and not _has_hooks(weight)
+    return plain and dense and not hooks
 
 
 def _are_apart(grads: Iterable[torch.Tensor]) -> bool:

@@ -16,7 +16,6 @@ from commlib.graph.calls.cache_key import Arguments, any_autocast, modes
 from commlib.graph.calls.leaves import Tensors, gradients, plain_gradients
 from commlib.graph.calls.outputs import Join, Outputs, leads_back
 from commlib.graph.operators.program_line import ProgramLine
-from commlib.graph.recording.capture_run import without_saved_hooks
 from commlib.graph.recording.record import record
 from commlib.graph.recording.recorded_call import Recipe, RecordedCall
 from commlib.graph.recording.segments import Segments
@@ -182,8 +181,7 @@ class Slot:
         self._lease = weakref.ref(lease)
 
         def join(borrowed: list[torch.Tensor]) -> Any:
-            on_side = nullcontext() if lease.side is None else lease.side.current()
-            with on_side, without_saved_hooks():
+            with nullcontext() if lease.side is None else lease.side.current():
                 *outs, _ = apply_node(self, lease, borrowed, *tensors, *self.parameters)
             inputs = [tensors[i] for i in self._reads_inputs]
             lease.note(self._reads + inputs + self.forward.outputs.lent(self._reads_outputs))

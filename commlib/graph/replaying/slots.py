@@ -1,6 +1,7 @@
 """The slots of one kind of call: one per forward whose backward has not run yet."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from threading import RLock
 from types import FrameType
 from typing import Any
@@ -18,6 +19,8 @@ from commlib.graph.watching.effects import Effects
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import DonePart
 from commlib.log import log
+
+_is_stale, _has_eager_parts = attrgetter("forward.stale"), attrgetter("forward.has_eager_parts")
 
 
 class Slots:
@@ -145,7 +148,7 @@ class Slots:
     @property
     def stale(self) -> bool:
         """Return True if the program has released a tensor that a slot reads."""
-        return any(slot.forward.stale for slot in self.slots)
+        return any(map(_is_stale, self.slots))
 
     def uses(self, key: int) -> bool:
         """Return as an entry does."""
@@ -154,7 +157,7 @@ class Slots:
     @property
     def has_eager_parts(self) -> bool:
         """Return True if Python runs between its graphs."""
-        return any(slot.forward.has_eager_parts for slot in self.slots)
+        return any(map(_has_eager_parts, self.slots))
 
     @property
     def parts(self) -> list[CapturedCall]:

@@ -72,7 +72,8 @@ class ModuleLook:
         self.tensors = [x for x in tensors if has_address(x) and not is_wrapper(x)]
         self._addresses = TensorAddresses(self.tensors)
         dicts = (vars(module).get(name) for module in watch.modules for name in _PARTS)
-        self._dicts = [held for held in dicts if held and isinstance(held, dict)]
+        # Views of dicts show what these hold at any time.
+        self._views = [held.values() for held in dicts if held and isinstance(held, dict)]
         self._parts = [*self._held()]
         self.facts: dict[tuple[int, str], Any] = {(0, "addresses"): self._addresses.facts}
         self.facts |= {name: fact for name, fact in self._hooks.facts if name not in watch.own}
@@ -85,7 +86,7 @@ class ModuleLook:
 
     def _held(self) -> Iterator[Any]:
         """Return the parameters, buffers and submodules of all modules, and an end."""
-        return chain(chain.from_iterable(map(dict.values, self._dicts)), _END)
+        return chain(chain.from_iterable(self._views), _END)
 
     @property
     def is_old(self) -> bool:
@@ -94,7 +95,7 @@ class ModuleLook:
         Parts are asked too: what writes into a module's dicts, as ``module.double()`` does for
         buffers, reports nothing.
         """
-        if self._dicts and not all(map(is_, self._held(), self._parts)):
+        if self._views and not all(map(is_, self._held(), self._parts)):
             return True
         return self._hooks.is_old or not self._addresses.are_of(self.tensors)
 
