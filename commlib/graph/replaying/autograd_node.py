@@ -107,7 +107,7 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, Node).apply
 
 
 def apply_node(*args: Any) -> Any:
-    """Return the outputs and the tie, which is no business of the program's saved-tensor hooks."""
+    """Return the outputs and the tie, which the program's saved-tensor hooks do not get."""
     if not has_saved_hooks():
         return _apply(*args)
     with without_saved_hooks():
