@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from commlib.core import observers
 from commlib.graph.backends.base import Backend, Pool
 from commlib.graph.recording.eager_parts import EagerSegment
 from commlib.graph.recording.replay_times import ReplayTimes
@@ -67,9 +68,15 @@ class CaptureRun:
 
     @contextmanager
     def under_way(self) -> Iterator[Segments]:
-        """Capture what runs inside a ``with`` block; an exception leaves nothing captured."""
+        """Capture what runs inside a ``with`` block; an exception leaves nothing captured.
+
+        A run that the capture is inside of does not see it: it would copy, inside the capture, what
+        that writes. So it is with a further graph of a backward.
+        """
         check_foreign()
-        with under_way(self), reporting(self._settings.reports_capture):
+        inside = observers.observers and observers.looking_on()
+        apart = observers.unwatched() if inside else nullcontext()
+        with apart, under_way(self), reporting(self._settings.reports_capture):
             self._begin()
             try:
                 with isolated():

@@ -1,10 +1,8 @@
 """Record a part of a function: its graphs, the same on every member of its rings."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from commlib.core import observers
 from commlib.errors import CommError, GraphError
 from commlib.graph.backends.base import Backend, Pool
 from commlib.graph.operators.nested import unrolled
@@ -81,7 +79,7 @@ def record(
     run = CaptureRun(backend, settings)
     segments, problem, result = run.segments, None, None
     try:
-        with _apart(), unrolled(findings.modules), run.under_way():
+        with unrolled(findings.modules), run.under_way():
             result = fn(segments)
         findings.check(part, segments, again=again)
         reads = segments.reads
@@ -101,15 +99,6 @@ def record(
         segments.release()
         raise
     return segments, result
-
-
-def _apart() -> AbstractContextManager[None]:
-    """Hide a capture from the run that it is inside of, as a further graph of a backward is.
-
-    The run would copy, inside the capture, what the capture writes.
-    """
-    inside = observers.observers and observers.looking_on()
-    return observers.unwatched() if inside else nullcontext()
 
 
 def _as_ours(error: Exception) -> GraphError:
