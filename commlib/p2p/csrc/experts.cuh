@@ -234,6 +234,13 @@ __device__ inline bool await_flag(const Call& call, const State& state, int from
     return await(call, state, [&] { return peek(place) == expected ? kReady : from; });
 }
 
+// The number of a thread in the second warp, if it is that of a rank, else -1. That warp tells peers
+// about what a block has done: a fence takes as long as a row.
+__device__ inline int after_first_warp() {
+    const int lane = static_cast<int>(threadIdx.x) - 32;
+    return lane >= 0 && lane < kRanks ? lane : -1;
+}
+
 // One thread raises the flag of a slot that its block has filled, after __syncthreads.
 __device__ inline void raise(const Call& call, int to, int index, u64 tag) {
     poke(used(call, to, index), tag);
@@ -258,6 +265,7 @@ __device__ inline bool enter(const Call& call, Kind kind, State& state) {
     const bool same = peek(&mine->slot[kind]) == static_cast<u64>(call.slot);
     state.since = same ? peek(&mine->since[kind]) : state.call;
     state.live = (1u << call.size) - 1;
+#pragma unroll 1
     for (int r = 0; call.active && r < call.size; ++r) {
         if (!call.active[r]) state.live &= ~(1u << r);
     }
@@ -272,7 +280,9 @@ __device__ inline bool enter(const Call& call, Kind kind, State& state) {
 __device__ inline void fill(void* at, i64 bytes, u32 value) {
     const bool whole = (reinterpret_cast<u64>(at) | bytes) % 16 == 0;
     const uint4 v = make_uint4(value, value, value, value);
+#pragma unroll 1
     for (i64 i = threadIdx.x; whole && i < bytes / 16; i += kThreads) static_cast<uint4*>(at)[i] = v;
+#pragma unroll 1
     for (i64 i = threadIdx.x; !whole && i < bytes / 4; i += kThreads) static_cast<u32*>(at)[i] = value;
 }
 

@@ -103,7 +103,7 @@ __device__ bool push_row(const Call& call, const State& state, int row) {
     if (!__syncthreads_and(good)) return false;
     push_sum<T>(call, row, slot(call, at.rank, call.rank, index));
     __syncthreads();
-    if (threadIdx.x == 0) raise(call, at.rank, index, tag(state, at.token));
+    if (after_first_warp() == 0) raise(call, at.rank, index, tag(state, at.token));
     return true;
 }
 
@@ -206,11 +206,10 @@ __device__ bool take(const Call& call, const State& state) {
         const int index = token % call.slots;
         take_sum<T>(call, from, index,
                     reinterpret_cast<uint4*>(call.out) + static_cast<i64>(token) * vectors);
+        const int peer = after_first_warp();  // the first warp goes on with the next token
+        const bool releases = peer >= 0 && has(from, peer);
         __syncthreads();
-        if (threadIdx.x < kRanks && has(from, threadIdx.x)) {
-            release(call, threadIdx.x, index, tag(state, token));
-        }
-        __syncthreads();
+        if (releases) release(call, peer, index, tag(state, token));
     }
     return true;
 }

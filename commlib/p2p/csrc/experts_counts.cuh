@@ -20,10 +20,12 @@ __device__ inline int expert(const Call& call, i64 choice) {
 
 // Adds the choices of tokens first..end to the counters; all threads of a block.
 template <bool Known>
-__device__ void add(const Call& call, const State& state, int first, int end) {
+__device__ __noinline__ void add(const Call& call, u32 live, int first, int end) {
+#pragma unroll 1
     for (int begin = first; begin < end; begin += kThreads) {
         const int token = begin + threadIdx.x;
         u32 ranks = 0;
+#pragma unroll 1
         for (int k = 0; token < end && k < call.choices; k += kLoads) {
             int held[kLoads];  // on their way at the same time
 #pragma unroll
@@ -34,11 +36,12 @@ __device__ void add(const Call& call, const State& state, int first, int end) {
 #pragma unroll
             for (int n = 0; n < kLoads; ++n) {
                 const int e = held[n];
-                if (e < 0 || !has(state.live, e / call.local)) continue;
+                if (e < 0 || !has(live, e / call.local)) continue;
                 atomicAdd(&counters[e], 1);
                 ranks |= 1u << e / call.local;
             }
         }
+#pragma unroll 1
         for (int r = 0; r < call.size; ++r) {
             const u32 lanes = __ballot_sync(kWarp, has(ranks, r));
             if (lanes && threadIdx.x % 32 == 0) atomicAdd(&counters[kExperts + r], __popc(lanes));
@@ -49,6 +52,7 @@ __device__ void add(const Call& call, const State& state, int first, int end) {
 
 __device__ inline void clear() {
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < kCounters; i += kThreads) counters[i] = 0;
     __syncthreads();
 }
@@ -68,11 +72,13 @@ __device__ inline bool await_half(const Call& call, const State& state) {
 // Counts all choices of this rank and sends the counts to all ranks; one block does it first of all.
 template <bool Known>
 __device__ bool announce(const Call& call, const State& state) {
-    add<Known>(call, state, 0, call.tokens);
+    add<Known>(call, state.live, 0, call.tokens);
     if (!await_half(call, state)) return false;
+#pragma unroll 1
     for (int i = threadIdx.x; i < call.experts + call.size; i += kThreads) {
         const int index = i < call.experts ? i : kExperts + i - call.experts;
         const u64 value = static_cast<u64>(state.number) << 32 | counters[index];
+#pragma unroll 1
         for (int r = 0; r < call.size; ++r) {
             if (has(state.live, r)) poke(count(call, state, r, call.rank, index), value);
         }
@@ -82,7 +88,8 @@ __device__ bool announce(const Call& call, const State& state) {
 }
 
 // The sum of the counts of some ranks at one index; false when a rank was given up.
-__device__ bool sum(const Call& call, const State& state, u32 ranks, int index, u32& total) {
+// A function that is called: it has many registers, and is needed at several places.
+__device__ __noinline__ bool sum(const Call& call, State state, u32 ranks, int index, u32& total) {
     u64 words[kRanks] = {};
     const bool good = await(call, state, [&] {
         int missing = kReady;
@@ -106,6 +113,7 @@ __device__ bool sum(const Call& call, const State& state, u32 ranks, int index, 
 __device__ bool sums(const Call& call, const State& state, u32 ranks, int first, int experts) {
     bool good = true;
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < experts; i += kThreads) {
         counters[i] = 0;
         if (first + i < call.experts) {

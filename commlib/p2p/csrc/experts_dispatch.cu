@@ -62,8 +62,9 @@ __device__ bool push(const Call& call, const State& state) {
     clear();
     if (blockIdx.x == 0 && !announce<Known>(call, state)) return false;
     int counted = 0;
+#pragma unroll 1
     for (int token = blockIdx.x; token < call.tokens; token += call.pushers) {
-        add<Known>(call, state, counted, token);
+        add<Known>(call, state.live, counted, token);
         counted = token + 1;
         const bool good = threadIdx.x >= 32 || plan_token<Known>(call, state, token, plan);
         if (!__syncthreads_and(good)) return false;
@@ -74,6 +75,7 @@ __device__ bool push(const Call& call, const State& state) {
         __syncthreads();
         const u32 ranks = Way::kOwnSlots ? plan.ranks : plan.ranks & ~(1u << call.rank);
         if (ranks) Way::push(call, call.x + static_cast<i64>(token) * call.row, ranks, slots);
+#pragma unroll 1
         for (u32 left = plan.ranks; left; left &= left - 1) {
             const int r = __ffs(left) - 1;
             Header* header = reinterpret_cast<Header*>(slots[r] - header_bytes(call));
@@ -84,11 +86,11 @@ __device__ bool push(const Call& call, const State& state) {
                 header->choice[threadIdx.x] = choice;
             }
         }
+        const int peer = after_first_warp();  // the first warp goes on with the next token
+        const bool raises = peer >= 0 && has(plan.ranks, peer);
+        const int row = raises ? plan.row[peer] : 0;
         __syncthreads();
-        if (threadIdx.x < kRanks && has(plan.ranks, threadIdx.x)) {
-            const int row = plan.row[threadIdx.x];
-            raise(call, threadIdx.x, row % call.slots, tag(state, row));
-        }
+        if (raises) raise(call, peer, row % call.slots, tag(state, row));
     }
     return true;
 }
@@ -140,6 +142,7 @@ __device__ bool take(const Call& call, const State& state) {
     bool good = true;
     if (threadIdx.x == 0) good = sum(call, state, 1u << from, kExperts + call.rank, rows);
     if (!__syncthreads_and(good)) return false;
+#pragma unroll 1
     for (int row = taker / call.size; row < rows; row += workers) {
         good = threadIdx.x >= 32 || find_places<Known>(call, state, from, row, taken);
         if (!__syncthreads_and(good)) return false;
@@ -149,7 +152,7 @@ __device__ bool take(const Call& call, const State& state) {
         }
         if (taken.count) Way::put(call, at, taken);
         __syncthreads();
-        if (threadIdx.x == 0) release(call, from, row % call.slots, tag(state, row));
+        if (after_first_warp() == 0) release(call, from, row % call.slots, tag(state, row));
     }
     return true;
 }
@@ -160,6 +163,7 @@ __device__ bool take(const Call& call, const State& state) {
 __device__ bool place_choices(const Call& call, const State& state) {
     if (!sums(call, state, before(call.rank), 0, call.experts)) return false;
     const int tokens = (call.tokens - static_cast<int>(blockIdx.x) + call.pushers - 1) / call.pushers;
+#pragma unroll 1
     for (int i = threadIdx.x; i < tokens * call.choices; i += kThreads) {
         const i64 token = blockIdx.x + i / call.choices * call.pushers;
         const i64 choice = token * call.choices + i % call.choices;
@@ -180,6 +184,7 @@ __device__ bool report_overflow(const Call& call, const State& state, int expert
     overflow->owner = expert / call.local;
     overflow->capacity = call.capacity;
     bool good = true;
+#pragma unroll 1
     for (int r = 0; r < kRanks; ++r) {
         u32 choices = 0;
         if (has(state.live, r)) good = good && sum(call, state, 1u << r, expert, choices);
@@ -195,10 +200,12 @@ __device__ bool total(const Call& call, const State& state) {
     __shared__ int worst;
     if (threadIdx.x == 0) worst = kExperts;
     if (!sums(call, state, state.live, 0, call.experts)) return false;
+#pragma unroll 1
     for (int e = threadIdx.x; e < call.experts; e += kThreads) {
         call.demand[e] = counters[e];
         if (counters[e] > static_cast<u32>(call.capacity)) atomicMin(&worst, e);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < call.local; i += kThreads) {
         const int e = call.rank * call.local + i;
         call.counts[i] = e < call.experts ? min(static_cast<int>(counters[e]), call.capacity) : 0;
@@ -215,6 +222,7 @@ __device__ bool clear_unused(const Call& call, const State& state) {
     __shared__ int list[kThreads], listed;
     if (!Known && !sums(call, state, state.live, call.rank * call.local, call.local)) return false;
     const int rows = call.local * call.capacity, bytes = Way::bytes(call);
+#pragma unroll 1
     for (int first = taker; first < rows; first += kThreads * takers) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
@@ -231,6 +239,7 @@ __device__ bool clear_unused(const Call& call, const State& state) {
             call.row_weights[row] = 0;
         }
         __syncthreads();
+#pragma unroll 1
         for (int i = 0; i < listed; ++i) {
             fill(call.out + static_cast<i64>(list[i]) * bytes, bytes, 0);
             if (call.scales) {

@@ -10,15 +10,20 @@ struct Taken {  // of the slot that a block takes
 
 template <class Move>
 __device__ inline void for_vectors(int vectors, const uint4* from, Move move) {
-    int i = threadIdx.x;
-    for (; i + (kVectors - 1) * kThreads < vectors; i += kVectors * kThreads) {
-        uint4 held[kVectors];
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < vectors; begin += kVectors * kThreads) {
+        uint4 held[kVectors];  // on their way at the same time
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) held[k] = __ldcg(from + i + k * kThreads);
+        for (int k = 0; k < kVectors; ++k) {
+            const int i = begin + k * kThreads;
+            if (i < vectors) held[k] = __ldcg(from + i);
+        }
 #pragma unroll
-        for (int k = 0; k < kVectors; ++k) move(i + k * kThreads, held[k]);
+        for (int k = 0; k < kVectors; ++k) {
+            const int i = begin + k * kThreads;
+            if (i < vectors) move(i, held[k]);
+        }
     }
-    for (; i < vectors; i += kThreads) move(i, __ldcg(from + i));
 }
 
 struct Plain {  // the same bytes
@@ -28,6 +33,7 @@ struct Plain {  // the same bytes
 
     __device__ static void push(const Call& call, const char* row, u32 ranks, char* const* to) {
         for_vectors(call.row / 16, reinterpret_cast<const uint4*>(row), [&](int i, uint4 v) {
+#pragma unroll 1
             for (u32 left = ranks; left; left &= left - 1) {
                 reinterpret_cast<uint4*>(to[__ffs(left) - 1])[i] = v;
             }
@@ -37,6 +43,7 @@ struct Plain {  // the same bytes
     __device__ static void put(const Call& call, const char* from, const Taken& taken) {
         const int vectors = bytes(call) / 16;
         for_vectors(vectors, reinterpret_cast<const uint4*>(from), [&](int i, uint4 v) {
+#pragma unroll 1
             for (int k = 0; k < taken.count; ++k) {
                 reinterpret_cast<uint4*>(call.out)[static_cast<i64>(taken.places[k]) * vectors + i] = v;
             }
@@ -120,6 +127,7 @@ struct Quantized {  // 8 bits per element, and after them a scale per group
     __device__ static void put(const Call& call, const char* from, const Taken& taken) {
         const int vectors = bytes(call) / 16, groups = bytes(call) / kGroup;
         for_vectors(vectors, reinterpret_cast<const uint4*>(from), [&](int i, uint4 v) {
+#pragma unroll 1
             for (int k = 0; k < taken.count; ++k) {
                 reinterpret_cast<uint4*>(call.out)[static_cast<i64>(taken.places[k]) * vectors + i] = v;
             }
