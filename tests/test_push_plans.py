@@ -112,6 +112,27 @@ def test_parts_of_ranks_are_not_cut(
     assert offsets("all_gather", window + 16) == []
 
 
+# -- places on the GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [1, 40, 8191])
+@pytest.mark.parametrize(("fills", "share"), [(True, 0), (True, 8), (False, 0), (False, 8)])
+def test_a_bounded_call_lets_no_other_start_early(
+    monkeypatch: pytest.MonkeyPatch, fills: bool, share: int, blocks: int
+) -> None:
+    """The next kernel may be of any size and ring: while it waits, it takes places of others."""
+    monkeypatch.setattr(nvrtc, "function", lambda modules, name, device: name)
+    monkeypatch.setattr(nvrtc, "resident_blocks", lambda function, device, threads: 320)
+    monkeypatch.setattr(nvrtc, "Launch", lambda function, device, grid, argument: grid)
+    hosts: Any = Hosts()
+    channel = push_channel.PushChannel(hosts, memory_of(64 << 20), [], fills=fills)
+    channel.share = share
+    call = push_channel.Call()
+    grid: Any = channel.prepare("one_shot", nvrtc.Grid(blocks, 64), call, call)
+    assert call.early == (fills and not share)
+    assert grid.blocks == min(blocks, share or blocks, blocks if fills else 320 // 4)
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 

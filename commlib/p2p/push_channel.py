@@ -112,7 +112,7 @@ class PushChannel:
         found = nvrtc.function(self._modules, name, self._device)
         most = residency.most_blocks(found, self._device, grid.threads, self._fills)
         grid = grid.within(min(most, self.share or most))
-        call.early = int(not self.share and residency.leaves_room(grid, most, self._fills))
+        call.early = int(self._fills and not self.share)  # see residency
         return nvrtc.Launch(found, self._device, grid, argument)
 
     def window(self, kernel: str) -> int:

@@ -5,6 +5,9 @@ each hold one rank's GPU and wait for the other's. No order in the program preve
 are replayed. So at most one ring may fill a GPU, and a kernel of any other ring takes at most a
 quarter of it. Up to four rings can then run at the same time: bounded kernels always fit, and the
 ring that fills a GPU makes progress in what the others leave.
+
+Blocks of the next kernel that wait for the end of one take places too. That kernel may be of any size
+and of any ring. So only the ring that may fill a GPU lets the next kernel start early.
 """
 
 from typing import Any
@@ -54,12 +57,3 @@ def most_blocks(function: Any, device: int, threads: int, fills: bool) -> int:
     if fills:
         return nvrtc.MOST_BLOCKS
     return max(1, nvrtc.resident_blocks(function, device, threads) // BOUNDED)
-
-
-def leaves_room(grid: nvrtc.Grid, most: int, fills: bool) -> bool:
-    """Return True if blocks of the next call may wait on the GPU while those of ``grid`` run.
-
-    The two then take no more than the ``most`` blocks that one call may have. The ring that fills a
-    GPU makes progress in what the others leave.
-    """
-    return fills or 2 * grid.blocks <= most
