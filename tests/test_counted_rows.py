@@ -170,6 +170,9 @@ def test_mismatches(comm: Any) -> None:
     with raises(ShapeError, "global_gather", "local_count of rank 0 adds up to 6 rows"):
         ops.global_gather(padded(x, 20), **mine, capacity=5 + comm.rank)
         reported(comm)
+    huge = {role: counts + 2**62 for role, counts in mine.items()}
+    with raises(ShapeError, f"local_count of rank 0 adds up to {6 + 2**64} rows"):
+        wrong(comm, **huge)
     reported(comm)
     both_ways(comm, KNOWN, torch.float32)
 

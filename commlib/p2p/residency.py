@@ -6,8 +6,8 @@ are replayed. So at most one ring may fill a GPU, and a kernel of any other ring
 quarter of it. Up to four rings can then run at the same time: bounded kernels always fit, and the
 ring that fills a GPU makes progress in what the others leave.
 
-Blocks of the next kernel that wait for the end of one take places too. That kernel may be of any size
-and of any ring. So only the ring that may fill a GPU lets the next kernel start early.
+Blocks of the next kernel that wait for the end of one take places too. That kernel may be of any
+size and of any ring. So only the ring that may fill a GPU lets the next kernel start early.
 """
 
 from typing import Any

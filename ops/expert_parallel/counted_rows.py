@@ -208,7 +208,8 @@ def _describe(name: str, identity: RingIdentity, numbers: list[int]) -> CommErro
     error = counts_error(prefix, identity.ring_id, sent.numpy(), expected.numpy())
     if error is not None:
         return error
-    own, taken = sent.sum((1, 2)).tolist(), sent.sum((0, 2)).tolist()
+    own = [sum(counts) for counts in sent.flatten(1).tolist()]  # a tensor's sum may wrap around
+    taken = [sum(counts) for counts in sent.transpose(0, 1).flatten(1).tolist()]
     for rank in range(size):
         if own[rank] > limits[rank]:
             return ShapeError(
