@@ -10,6 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from commlib.deadlines import Deadline
+from commlib.engines.nccl import reductions
+from commlib.engines.reductions import ReductionSpec
 from commlib.errors import PeerTimeout
 from commlib.p2p import (
     kernel_table,
@@ -85,6 +87,17 @@ def test_one_vector_per_thread_while_there_are_blocks(vectors: int, blocks: int)
 @pytest.mark.parametrize(("vectors", "blocks"), [(0, 1), (128, 1), (129, 2), (9999, 8)])
 def test_in_two_hops_a_part_of_each_block_serves_a_peer(vectors: int, blocks: int) -> None:
     assert kernel_table.shape(Row(1 << 20, "two_shot", 32, 8), vectors, 4) == (blocks, 96)
+
+
+@pytest.mark.parametrize("size", kernel_table.SIZES)
+def test_explain_names_the_launch(size: int) -> None:
+    """In two hops a row counts the threads for one peer; the text is about a block."""
+    reduction = ReductionSpec(torch.bfloat16, "sum")
+    for row in kernel_table.table()["all_reduce"][size]:
+        found = reductions.explain(None, reduction, row.most, size, connected=True)
+        threads = row.threads * (size - 1 if row.kernel == "two_shot" else 1)
+        assert f"{row.kernel} push" in found
+        assert f"{threads} threads per block and at most {row.blocks} blocks" in found
 
 
 def test_refusals_name_the_reason() -> None:

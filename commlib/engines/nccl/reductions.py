@@ -90,9 +90,10 @@ def explain(
     if row is None:
         reason = reason or f"the table leaves {nbytes} bytes over {size} ranks to it"
         return _by_nccl(reason, connected)
+    threads = kernel_table.shape(row, nbytes // kernel_table.VECTOR, size)[1]
     return (
         f"{row.kernel} push: the table's row for up to {row.most} bytes over {size} "
-        f"ranks, {row.threads} threads a block and at most {row.blocks} blocks"
+        f"ranks, {threads} threads per block and at most {row.blocks} blocks"
     )
 
 
