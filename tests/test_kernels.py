@@ -49,6 +49,7 @@ def names() -> Iterator[tuple[str, str]]:
         yield "split.cu", f"{algorithm}_begin_{dtype}_sum"
         yield "split.cu", f"{algorithm}_end_{dtype}_sum"
     yield "packets.cu", "packets"
+    yield "gate.cu", "gate"
     norms = itertools.product(
         ("norm_one_shot", "norm_two_shot"), kernel_table.FLOATS.values(), HELD
     )
