@@ -20,7 +20,10 @@ from commlib.p2p import (
     stream_order,
 )
 from commlib.p2p.experts import rows as row_channels
+from commlib.p2p.experts.channel import ExpertChannel
+from commlib.p2p.experts.layout import Layout
 from commlib.p2p.kernel_table import Row
+from commlib.p2p.residency import Claim
 from commlib.rendezvous.identity import RingIdentity
 
 A, B, C, S = 1, 2, 3, 4  # handles of streams
@@ -105,6 +108,27 @@ def test_a_foreign_stream_is_not_touched_after_its_call(ordered: Order) -> None:
     """It may be destroyed by then: the next call waits for an event that was recorded in time."""
     ordered.strangers = {S}
     assert [ordered.call(s) for s in (A, S, A, S, S)] == [[], [A], [-S], [A], [-S]]
+
+
+def test_channels_of_a_ring_follow_each_other(
+    ordered: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of two of them may each take all of a GPU, and would keep each other away."""
+    monkeypatch.setattr(
+        nvrtc, "HostWord", lambda *given: SimpleNamespace(word=ctypes.c_uint64(), address=0)
+    )
+    monkeypatch.setattr(stream_order, "current_raw", lambda index: ordered.stream)
+    ring: Any = Ring()
+    memory: Any = SimpleNamespace(nbytes=1 << 20, bases=[0, 0], put=lambda *given: None)
+    claim = Claim(True, ordered)
+    push = push_channel.PushChannel(ring, memory, [], claim)
+    rows = row_channels.RowChannel(ring, memory, {}, claim)
+    experts = ExpertChannel(ring, memory, Layout(2, 1 << 20), {}, claim)
+    for channel, stream, after in ((push, A, []), (rows, B, [A]), (experts, A, [B]), (rows, A, [])):
+        ordered.fences.clear()
+        ordered.stream = stream
+        assert channel._order.turn() == stream
+        assert ordered.fences == after
 
 
 # -- launches from any thread ----------------------------------------------------------------------
@@ -206,7 +230,8 @@ class Halves:
         )
         ring: Any = self.ring
         shared: Any = SimpleNamespace(nbytes=4096, put=lambda *given: None, zero=lambda: None)
-        self.channel = push_channel.PushChannel(ring, shared, [], fills=True)
+        claim = Claim(True, stream_order.StreamOrder(self.ring.device))
+        self.channel = push_channel.PushChannel(ring, shared, [], claim)
         monkeypatch.setattr(self.channel, "launch", lambda steps, *given: self._launch(*steps))
 
     def _launch(self, step: Any) -> None:
@@ -393,7 +418,8 @@ def test_the_others_hear_of_any_failure(
     memory = SimpleNamespace(close=lambda: closed.append(True))
     monkeypatch.setattr(push_collectives, "share", lambda *given: memory)
     ring = Lonely()
-    assert "compile" in opened(ring, fills=True)
+    claim = Claim(True, stream_order.StreamOrder(ring.device))
+    assert "compile" in opened(ring, claim)
     assert ring.said == [0]
     assert closed == [True] * (opened is push_collectives.open_push)
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from commlib.deadlines import Deadline
+from commlib.engines.nccl import engine as nccl_engine
 from commlib.engines.nccl import reductions
 from commlib.engines.reductions import ReductionSpec
 from commlib.errors import PeerTimeout
@@ -19,12 +20,15 @@ from commlib.p2p import (
     peer_memory,
     push_channel,
     push_collectives,
+    residency,
 )
 from commlib.p2p.experts import channel as expert_channels
 from commlib.p2p.experts import rows as row_channels
 from commlib.p2p.experts.layout import KINDS
 from commlib.p2p.kernel_table import Row
+from commlib.p2p.optional_channel import OptionalChannel
 from commlib.p2p.peer_memory import PeerMemory
+from commlib.p2p.residency import Claim
 from commlib.p2p.routes import SEGMENT, Routes, routes
 from commlib.p2p.split_all_reduce import SplitAllReduce
 from commlib.p2p.stream_order import StreamOrder
@@ -54,6 +58,10 @@ def memory_of(nbytes: int) -> Any:
     )
 
 
+def claim_of(hosts: Hosts, *, fills: bool = True) -> Claim:
+    return Claim(fills, StreamOrder(hosts.identity.device))
+
+
 @pytest.fixture(autouse=True)
 def _host_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels report into memory of this process."""
@@ -64,7 +72,7 @@ def _host_word(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def channel() -> push_channel.PushChannel:
     hosts: Any = Hosts()
-    return push_channel.PushChannel(hosts, memory_of(64 << 20), [], fills=True)
+    return push_channel.PushChannel(hosts, memory_of(64 << 20), [], claim_of(hosts))
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -138,12 +146,39 @@ def test_a_bounded_call_lets_no_other_start_early(
     monkeypatch.setattr(nvrtc, "resident_blocks", lambda function, device, threads: 320)
     monkeypatch.setattr(nvrtc, "Launch", lambda function, device, grid, argument: grid)
     hosts: Any = Hosts()
-    channel = push_channel.PushChannel(hosts, memory_of(64 << 20), [], fills=fills)
+    channel = push_channel.PushChannel(hosts, memory_of(64 << 20), [], claim_of(hosts, fills=fills))
     channel.share = share
     call = push_channel.Call()
     grid: Any = channel.prepare("one_shot", nvrtc.Grid(blocks, 64), call, call)
     assert call.early == (fills and not share)
     assert grid.blocks == min(blocks, share or blocks, blocks if fills else 320 // 4)
+
+
+def test_all_channels_of_a_ring_have_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of two channels may each take all of a GPU: they are in one order."""
+    ring: Any = SimpleNamespace(
+        identity=Hosts().identity,
+        ring_id=7,
+        bounded=lambda *given: None,
+        exchange=lambda values: [values],
+    )
+    made: list[Claim] = []
+
+    def opened(hosts: Any, claim: Claim) -> str:
+        made.append(claim)
+        return "none here"
+
+    monkeypatch.setattr(nccl_engine, "open_push", opened)
+    engine: Any = nccl_engine.NCCLEngine.__new__(nccl_engine.NCCLEngine)
+    engine.identity = engine.hosts = ring
+    engine.device = ring.identity.device
+    engine._rows, engine._experts = (OptionalChannel(ring, opened, "none") for _ in range(2))
+    engine.open(SimpleNamespace(connecting=lambda deadline: None), Deadline(5))
+    engine.prepare_rows()
+    engine.prepare_experts()
+    residency.release(ring)
+    assert made == [engine._claim] * 3
+    assert made[0].fills
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -184,7 +219,7 @@ def test_a_split_call_is_done_when_its_event_has_happened() -> None:
 def row_channel(window: int) -> row_channels.RowChannel:
     hosts: Any = Hosts()
     return row_channels.RowChannel(
-        hosts, memory_of(row_channels._HALVES + 2 * window), {}, fills=True
+        hosts, memory_of(row_channels._HALVES + 2 * window), {}, claim_of(hosts)
     )
 
 

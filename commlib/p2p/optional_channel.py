@@ -4,6 +4,7 @@ from typing import Generic, Protocol, TypeVar
 
 from commlib.log import log
 from commlib.p2p.channel import Channel
+from commlib.p2p.residency import Claim
 from commlib.rendezvous.hosts import HostExchange
 
 
@@ -22,8 +23,8 @@ C_co = TypeVar("C_co", covariant=True)
 class Open(Protocol[C_co]):
     """Set a channel up, with all members; returns why not, or None to ask again later."""
 
-    def __call__(self, hosts: HostExchange, *, fills: bool) -> C_co | str | None:
-        """``fills``: the kernels may fill the GPU, see ``residency``."""
+    def __call__(self, hosts: HostExchange, claim: Claim) -> C_co | str | None:
+        """``claim``: what the kernels may take of the GPU."""
 
 
 class OptionalChannel(Generic[C]):
@@ -34,10 +35,10 @@ class OptionalChannel(Generic[C]):
         self._hosts, self._open, self._without = hosts, open_channel, without
         self._found: C | str | None = None  # None while it is not decided
 
-    def prepare(self, *, fills: bool) -> C | None:
+    def prepare(self, claim: Claim) -> C | None:
         """Return the channel, set up at the first call; every member calls it."""
         if self._found is None:
-            self._found = self._open(self._hosts, fills=fills)
+            self._found = self._open(self._hosts, claim)
             if isinstance(self._found, str):
                 number = self._hosts.identity.ring_id
                 log.once("%s of ring %d: %s", self._without, number, self._found)

@@ -9,7 +9,7 @@ import torch
 from commlib.errors import ArgumentError, PeerTimeout, StreamError
 from commlib.p2p import kernel_table, nvrtc, residency
 from commlib.p2p.peer_memory import PeerMemory
-from commlib.p2p.stream_order import StreamOrder
+from commlib.p2p.residency import Claim
 from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import capture_of, current_raw
 
@@ -64,14 +64,13 @@ class PushChannel:
     """Memory that the ranks of a ring share, and the kernels that work in it, in stream order."""
 
     def __init__(
-        self, hosts: HostExchange, memory: PeerMemory, modules: Sequence[Any], *, fills: bool
+        self, hosts: HostExchange, memory: PeerMemory, modules: Sequence[Any], claim: Claim
     ) -> None:
-        """``fills``: the kernels may fill the GPU, see ``residency``."""
+        """``claim``: what the kernels may take of the GPU."""
         self._ring, self._memory, self._modules = hosts.identity, memory, modules
-        self._fills = fills
+        self._fills, self._order = claim
         self._device, self._error = self._ring.device.index, nvrtc.HostWord()
         self._word = self._error.word
-        self._order = StreamOrder(self._ring.device)
         self._launched = 0  # calls, for their tags
         self.share = 0  # most blocks of the calls that are made now, 0 for no such limit
         self._open = self._opened = 0  # number of the split call that is open, or 0; and the last

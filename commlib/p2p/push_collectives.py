@@ -12,6 +12,7 @@ from commlib.p2p import kernel_table, nvrtc
 from commlib.p2p.kernel_table import FLOATS, OPS, VECTOR, Row
 from commlib.p2p.peer_memory import share
 from commlib.p2p.push_channel import WARP, WORKSPACE, PushChannel, Step
+from commlib.p2p.residency import Claim
 from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import RingIdentity
 
@@ -161,7 +162,7 @@ class PushCollective:
         return Step(call, self._channel.prepare(row.kernel + self.suffix, grid, call, call), offset)
 
 
-def open_push(hosts: HostExchange, *, fills: bool) -> PushChannel | str:
+def open_push(hosts: HostExchange, claim: Claim) -> PushChannel | str:
     """Set the channel of a ring up; every member calls it. Returns why there is none.
 
     Blocks the host at most the ring's timeout per step; compiles the kernels once per machine.
@@ -187,7 +188,7 @@ def open_push(hosts: HostExchange, *, fills: bool) -> PushChannel | str:
     if any(row == [0] for row in hosts.exchange([len(modules)])):
         memory.close()
         return "a rank can't compile the kernels"
-    return PushChannel(hosts, memory, modules, fills=fills)
+    return PushChannel(hosts, memory, modules, claim)
 
 
 def _module(ring: RingIdentity, file: str) -> Any:

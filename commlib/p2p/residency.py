@@ -8,13 +8,17 @@ ring that fills a GPU makes progress in what the others leave.
 
 Blocks of the next kernel that wait for the end of one take places too. That kernel may be of any
 size and of any ring. So only the ring that may fill a GPU lets the next kernel start early.
+
+All this holds for one kernel per ring at a time. So the channels of a ring share one stream order:
+a kernel for rows and one for an all_reduce may each take what the ring may have.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from commlib.p2p import nvrtc
+from commlib.p2p.stream_order import StreamOrder
 from commlib.rendezvous.hosts import HostExchange
 
 BOUNDED = 4  # kernels of so many rings fit on a GPU at the same time
@@ -23,8 +27,20 @@ BOUNDED = 4  # kernels of so many rings fit on a GPU at the same time
 _filled: dict[int, HostExchange] = {}  # by GPU: the ring that may fill it
 
 
-def claim(hosts: HostExchange) -> bool:
-    """Return True if the kernels of this ring may fill the GPUs of all its members.
+class Claim(NamedTuple):
+    """The right of the kernels of one ring to its GPUs, and their order.
+
+    Attributes:
+        fills: They may fill the GPUs of all members.
+        order: The order of all kernels of the ring, whatever channel they work in.
+    """
+
+    fills: bool
+    order: StreamOrder
+
+
+def claim(hosts: HostExchange) -> Claim:
+    """Return the claim of a ring: one ring at most fills the GPUs of its members.
 
     Every member calls it when the ring is created. All of them get the same answer.
     """
@@ -33,7 +49,7 @@ def claim(hosts: HostExchange) -> bool:
     agreed = all(row == [1] for row in hosts.exchange([int(free)]))
     if agreed:
         _filled[device] = hosts
-    return agreed
+    return Claim(agreed, StreamOrder(hosts.identity.device))
 
 
 def release(hosts: HostExchange) -> None:

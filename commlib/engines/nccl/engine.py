@@ -48,10 +48,10 @@ class NCCLEngine(NCCLExchanges):
         self._rows = OptionalChannel(hosts, open_channel, "NCCL carries the rows")
         self._experts = OptionalChannel(hosts, open_experts, "no kernels carry the experts")
         self._push: PushChannel | str = "not set up yet"  # or why there is none
+        self._claim: residency.Claim  # made by open()
         self._gathered: PushCollective | None = None
         self._parted: PushCollective | None = None
         self._normed: PushNorm | None = None
-        self._fills = False  # True if this ring's push kernels may fill a GPU
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -61,8 +61,8 @@ class NCCLEngine(NCCLExchanges):
         # What follows waits for the device.
         synchronize = partial(torch.cuda.synchronize, self.device)
         self.identity.bounded(synchronize, deadline, "connecting")
-        self._fills = residency.claim(self.hosts)
-        self._push = open_push(self.hosts, fills=self._fills)
+        self._claim = residency.claim(self.hosts)
+        self._push = open_push(self.hosts, self._claim)
         if isinstance(self._push, PushChannel):
             self._gathered = PushCollective.moving(self._push, "all_gather")
             self._parted = PushCollective.moving(self._push, "all_to_all")
@@ -260,11 +260,11 @@ class NCCLEngine(NCCLExchanges):
 
     def prepare_rows(self) -> None:
         """Decide, together with the other members, what carries rows: a channel, or NCCL."""
-        self._rows.prepare(fills=self._fills)
+        self._rows.prepare(self._claim)
 
     def prepare_experts(self) -> ExpertKernels | None:
         """Decide, together with the other members, whether kernels carry exchanges with experts."""
-        return self._experts.prepare(fills=self._fills)
+        return self._experts.prepare(self._claim)
 
     def exchange_rows(self, out: Tensor, x: Tensor, routes: Routes) -> Any:
         """Launch the row kernel, or sends and receives."""

@@ -36,7 +36,7 @@ from commlib.p2p.experts.tables import (
 from commlib.p2p.fused_norm import aligned
 from commlib.p2p.kernel_table import FLOATS, VECTOR
 from commlib.p2p.peer_memory import CAPTURING, PeerMemory, share
-from commlib.p2p.stream_order import StreamOrder
+from commlib.p2p.residency import Claim
 from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import stream_captures
 
@@ -64,15 +64,13 @@ class ExpertChannel:
         memory: PeerMemory,
         layout: Layout,
         functions: dict[str, Any],
-        *,
-        fills: bool,
+        claim: Claim,
     ) -> None:
-        """``fills``: the kernels may fill the GPU, see ``residency``."""
+        """``claim``: what the kernels may take of the GPU."""
         self._ring, self._memory, self._layout = hosts.identity, memory, layout
-        self._fills = fills
+        self._fills, self._order = claim
         self._error = nvrtc.HostWord()
         self._record = nvrtc.HostWord(ctypes.sizeof(OverflowRecord))
-        self._order = StreamOrder(self._ring.device)
         self.captured = False  # whether a graph may hold calls
         self._call = self._constants()
         self._launches = {name: self._launch(found) for name, found in functions.items()}
@@ -235,7 +233,7 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def open_experts(hosts: HostExchange, *, fills: bool) -> ExpertChannel | str | None:
+def open_experts(hosts: HostExchange, claim: Claim) -> ExpertChannel | str | None:
     """Set a channel up; every member calls it. Returns why not, or None to ask again later."""
     ring, room = hosts.identity, flags.get(flags.CHANNEL) << 20
     if ring.size > RANKS:
@@ -255,7 +253,7 @@ def open_experts(hosts: HostExchange, *, fills: bool) -> ExpertChannel | str | N
     memory = share(hosts, layout.nbytes, "experts")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
-    return ExpertChannel(hosts, memory, layout, functions, fills=fills)
+    return ExpertChannel(hosts, memory, layout, functions, claim)
 
 
 def _functions(device: int, *, float8: bool) -> dict[str, Any]:

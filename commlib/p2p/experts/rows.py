@@ -11,8 +11,8 @@ from commlib.errors import PeerTimeout
 from commlib.log import log
 from commlib.p2p import nvrtc, residency
 from commlib.p2p.peer_memory import CAPTURING, PeerMemory, share
+from commlib.p2p.residency import Claim
 from commlib.p2p.routes import SEGMENT, Routes
-from commlib.p2p.stream_order import StreamOrder
 from commlib.rendezvous.hosts import HostExchange
 from commlib.streams import stream_captures
 
@@ -53,11 +53,12 @@ class RowChannel:
     """The workspace of one ring: one call at a time, in stream order."""
 
     def __init__(
-        self, hosts: HostExchange, memory: PeerMemory, functions: dict[int, Any], *, fills: bool
+        self, hosts: HostExchange, memory: PeerMemory, functions: dict[int, Any], claim: Claim
     ) -> None:
-        """``fills``: the kernels may fill the GPU, see ``residency``."""
-        self._ring, self._memory, self._fills = hosts.identity, memory, fills
-        self._error, self._order = nvrtc.HostWord(), StreamOrder(self._ring.device)
+        """``claim``: what the kernels may take of the GPU."""
+        self._ring, self._memory = hosts.identity, memory
+        self._fills, self._order = claim
+        self._error = nvrtc.HostWord()
         self.captured = False  # whether a graph may hold calls
         self._window = (memory.nbytes - _HALVES) // 2
         self._calls = {most: _BLOCKS[most]() for most in functions}
@@ -131,7 +132,7 @@ class RowChannel:
         self._memory.close()
 
 
-def open_channel(hosts: HostExchange, *, fills: bool) -> RowChannel | str | None:
+def open_channel(hosts: HostExchange, claim: Claim) -> RowChannel | str | None:
     """Set a channel up; every member calls it. Returns why not, or None to ask again later."""
     ring, room, functions = hosts.identity, flags.get(flags.CHANNEL) << 20, {}
     if ring.size > RANKS:
@@ -148,4 +149,4 @@ def open_channel(hosts: HostExchange, *, fills: bool) -> RowChannel | str | None
     memory = share(hosts, _HALVES + room, "rows")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
-    return RowChannel(hosts, memory, functions, fills=fills)
+    return RowChannel(hosts, memory, functions, claim)
