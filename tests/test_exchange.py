@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import commlib
-from commlib.errors import ArgumentError, CommTimeout, EngineError, RingError
+from commlib import graph, ops
+from commlib.errors import ArgumentError, CommTimeout, EngineError, MismatchError, RingError
 from commlib.rendezvous import shared_memory
 from tests.support.checks import assert_equal, raises
 from tests.support.operator import calls
@@ -47,6 +48,25 @@ def test_wrong_values(comm: Any) -> None:
     assert_equal(comm.exchange((True, torch.tensor(7))), [[1, 7]] * 2, "what counts as an int")
     assert_equal((comm.report()["state"], comm._errors()), ("ready", []), "the ring")
     commlib.CommContextManager.instance().close(45 + comm.rank)
+
+
+@runs_on("ranks")
+def test_a_capture_of_one_rank(comm: Any) -> None:
+    """An exchange of the program does not answer one that commlib makes for a call."""
+
+    @graph.capture
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return ops.all_reduce(x) * 2
+
+    x = torch.ones(4, device=comm.device)
+    words = "detected mismatch", "exchange of the program"
+    with raises(MismatchError, *words):
+        if comm.rank:
+            comm.all_reduce(torch.empty_like(x), x)
+            comm.exchange([])
+        else:
+            doubled(x)
+    assert_equal(comm.exchange([comm.rank]), [[0], [1]], "the next exchange")
 
 
 def test_numbers(ranks: Ranks) -> None:

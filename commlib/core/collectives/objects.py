@@ -44,7 +44,7 @@ class Objects(Ring):
             EngineError: A member has ended.
             RingError: The ring has failed or is closed.
         """
-        return self._hosts.exchange(values)
+        return self._hosts.exchange(values, detail="of the program")
 
     def all_gather_object(self, obj: Value, *, pickle: bool = False) -> list[Value]:
         """Return the ``obj`` of every rank, in rank order.
