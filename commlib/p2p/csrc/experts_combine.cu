@@ -16,7 +16,7 @@ struct Source {  // a line of `sources`
 };
 
 __device__ inline Source source(const Call& call, i64 row) {
-    const int4 line = __ldg(call.sources + row);
+    const int4 line = call.sources[row];
     return {line.x, line.y, line.z, line.w};
 }
 
@@ -60,12 +60,12 @@ __device__ void push_sum(const Call& call, int first, char* to) {
         float sum[kHeld][n];
         for (int row = first; row >= 0;) {
             const int next = source(call, row).next();
-            const float weight = call.weighted ? __ldg(call.row_weights + row) : 1.0f;
+            const float weight = call.weighted ? call.row_weights[row] : 1.0f;
             uint4 held[kHeld];
 #pragma unroll
             for (int h = 0; h < kHeld; ++h) {
                 const int i = begin + h * kThreads;
-                if (i < vectors) held[h] = __ldg(rows + static_cast<i64>(row) * vectors + i);
+                if (i < vectors) held[h] = __ldcg(rows + static_cast<i64>(row) * vectors + i);
             }
 #pragma unroll
             for (int h = 0; h < kHeld; ++h) {
