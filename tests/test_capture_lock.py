@@ -1,5 +1,7 @@
 """The lock of captures: a deadline for other threads, none for those that work for the holder."""
 
+import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +14,11 @@ from commlib import flags
 from commlib.errors import GraphError
 from commlib.graph.backends import capture_lock
 from commlib.graph.backends.capture_lock import CaptureLock
+from commlib.graph.backends.thread_state import thread_state
 from tests.support.autograd_threads import by_autograd
 from tests.support.checks import assert_equal, raises
+
+STATE = thread_state() or pytest.fail("this torch lacks the functions")
 
 
 def elsewhere(call: Callable[[], object]) -> list[object]:
@@ -51,16 +56,16 @@ def free(lock: CaptureLock) -> bool:
 def state(lock: CaptureLock) -> Any:
     """Return what autograd's threads get of this thread, with which they enter the lock."""
     key = lock._key
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+    return STATE.get(key) if STATE.has(key) else None
 
 
 def working(lock: CaptureLock, carried: object, call: Callable[[], object]) -> object:
     """Return what ``call`` returns, made with the state that a thread of autograd has got."""
-    torch._C._stash_obj_in_tls(lock._key, carried)
+    STATE.put(lock._key, carried)
     try:
         return call()
     finally:
-        torch._C._remove_obj_from_tls(lock._key)
+        STATE.remove(lock._key)
 
 
 @pytest.fixture
@@ -160,11 +165,11 @@ def test_nodes_of_another_backward(lock: CaptureLock) -> None:
     def node() -> bool:
         with lock:
             carried = state(lock)
-            torch._C._remove_obj_from_tls(lock._key)
+            STATE.remove(lock._key)
             try:
                 return entered(lock) and refused(lock)
             finally:
-                torch._C._stash_obj_in_tls(lock._key, carried)
+                STATE.put(lock._key, carried)
 
     with lock:
         assert_equal(by_autograd(node), True)
@@ -186,7 +191,7 @@ def test_an_error(lock: CaptureLock) -> None:
         assert state(lock) is before
         assert_equal(by_autograd(lambda: entered(lock)), True, "entered after it")
         assert_equal(refused(lock), True, "still held")
-    assert_equal(torch._C._is_key_in_tls(lock._key), False, "state that is left")
+    assert_equal(state(lock), None, "state that is left")
     assert_equal(elsewhere(lambda: entered(lock)), [True], "released")
 
 
@@ -259,4 +264,34 @@ def test_without_the_state(lock: CaptureLock, monkeypatch: pytest.MonkeyPatch) -
             by_autograd(lambda: entered(lock))
         assert_equal(state(lock), None, "state")
     monkeypatch.delattr(torch._C, "_stash_obj_in_tls")
-    assert_equal(capture_lock._thread_state(), None, "functions")
+    assert_equal(thread_state(), None, "functions")
+
+
+class Older:
+    """The functions of torch 2.11: an object comes without a reference, and can't be removed."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+
+    def _is_key_in_tls(self, key: str) -> bool:
+        return key in self._held
+
+    def _get_obj_in_tls(self, key: str) -> Any:
+        return self._held[key]
+
+    def _stash_obj_in_tls(self, key: str, value: Any) -> None:
+        self._held[key] = value
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
+
+
+def test_an_older_torch() -> None:
+    """References are counted right, and None takes the place of what is removed."""
+    functions, value = thread_state(Older()), object()
+    assert functions is not None
+    before = sys.getrefcount(value)
+    functions.put("key", value)
+    assert_equal(sys.getrefcount(value), before + 1, "references while it is there")
+    assert functions.get("key") is value
+    functions.remove("key")
+    assert_equal(sys.getrefcount(value), before, "references after that")
+    assert_equal((functions.has("key"), functions.get("key")), (True, None))

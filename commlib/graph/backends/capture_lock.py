@@ -1,33 +1,14 @@
 """The lock of captures: torch captures one graph at a time."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-
-import torch
 
 from commlib import flags
 from commlib.errors import GraphError
+from commlib.graph.backends.thread_state import thread_state
 
-
-class _State(NamedTuple):
-    """Torch's functions for Python objects that autograd's threads get from their caller."""
-
-    has: Callable[[str], bool]
-    get: Callable[[str], Any]
-    put: Callable[[str, Any], None]
-    remove: Callable[[str], None]
-
-
-def _thread_state() -> _State | None:
-    """Return the functions, which are private; None where torch lacks one."""
-    names = "_is_key_in_tls", "_get_obj_in_tls", "_stash_obj_in_tls", "_remove_obj_from_tls"
-    found = [getattr(torch._C, name, None) for name in names]
-    return None if None in found else _State(*found)  # type: ignore[arg-type]  # no None is left
-
-
-_state = _thread_state()
+_state = thread_state()
 
 
 class _Hold:
@@ -133,7 +114,7 @@ class CaptureLock:
         """Return the hold that this thread's state names."""
         if _state is None or not _state.has(self._key):
             return None
-        found: _Hold = _state.get(self._key)
+        found: _Hold | None = _state.get(self._key)
         return found
 
     def _carry(self, hold: _Hold | None) -> None:
