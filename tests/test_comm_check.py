@@ -116,7 +116,7 @@ DIFFERENT: dict[str, tuple[Step, Step, list[str]]] = {
     "barrier": (
         lambda r: r.barrier(),
         lambda r: r.exchange([7]),
-        ["rank 0: barrier at ", "rank 1: exchange at "],
+        ["rank 0: barrier at ", "rank 1: exchange of the program at "],
     ),
     "asynchronous": (
         lambda r: r.all_reduce(ones(4), ones(4), **ASYNC).wait(),
