@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import expert_model
 from tests.support.expert_model import (
     BACK,
     DISPATCH,
@@ -17,7 +16,6 @@ from tests.support.expert_model import (
     Block,
     Call,
     Machine,
-    Rank,
     Steps,
 )
 from tests.support.push_model import Violation
@@ -47,7 +45,7 @@ def some_calls(size: int, seed: int, count: int = 8, *, masks: bool = True) -> l
                 ranks[-1].sort(reverse=random.random() < 0.5)
         if random.random() < 0.15:  # and so that the orders of the senders are opposite
             ranks = [[[(r + 1) % size]] * ROOM + [[r]] * ROOM for r in range(size)]
-        grids = [(random.randint(1, 3), random.randint(1, 2)) for _ in range(size)]
+        grids = [(random.randint(2, 4), random.randint(1, 2)) for _ in range(size)]
         cells = random.choice((1, 2, 2, 3, 5))
         live: Sequence[int] = range(size)
         if masks and random.random() < 0.3:
@@ -100,22 +98,43 @@ def _no_wait_for_a_free_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "is_free", lambda *_: READY)
 
 
-def _counts_in_one_half(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Block, "half", lambda self, source: ("count", 0, source))
+def _calls_before_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    def is_free(self: Block, to: int, index: int, last: Any) -> int:
+        place = self.word("freed", to, index)
+        return READY if last is None or self.rank.memory.get(place) == last else to
+
+    patch.setattr(Block, "is_free", is_free)
 
 
 def _counts_are_sent_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Block, "has_read", lambda *_: READY)
+    announce = Block.announce
+
+    def at_once(self: Block) -> Steps:
+        begun, self.rank.begun = self.rank.begun, [self.number] * self.machine.size
+        yield from announce(self)
+        self.rank.begun = begun
+        return True
+
+    patch.setattr(Block, "announce", at_once)
 
 
 def _freed_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
     empty = Block.empty
 
-    def first(self: Block, source: int, row: int) -> Generator[float, None, None]:
+    def first(self: Block, source: int, row: int, rows: int) -> Generator[float, None, None]:
         self.free(source, row % self.call.slots, row)
-        yield from empty(self, source, row)
+        yield from empty(self, source, row, rows)
 
     patch.setattr(Block, "empty", first)
+
+
+def _last_slots_are_not_freed(patch: pytest.MonkeyPatch) -> None:
+    empty = Block.empty
+
+    def fewer(self: Block, source: int, row: int, rows: int) -> Generator[float, None, None]:
+        yield from empty(self, source, row, rows - 1)
+
+    patch.setattr(Block, "empty", fewer)
 
 
 def _used_stays_in_a_combine(patch: pytest.MonkeyPatch) -> None:
@@ -132,17 +151,6 @@ def _used_stays_in_a_combine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "fill", stale)
 
 
-def _slots_of_another_size_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(expert_model, "since", lambda rank, call: 0)
-
-
-def _size_is_awaited_in_its_first_call_only(patch: pytest.MonkeyPatch) -> None:
-    def since(rank: Rank, call: Call) -> int:
-        return 0 if rank.cells[call.kind] == call.cells else rank.calls + 1
-
-    patch.setattr(expert_model, "since", since)
-
-
 def _passes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "has_reached", lambda *_: READY)
 
@@ -153,11 +161,11 @@ def _takers_have_several_senders(patch: pytest.MonkeyPatch) -> None:
         for rank in range(size):
             if not (yield from self.wait(partial(self.is_counted, rank))):
                 return False
-        counts = [self.rank.memory[self.half(source)][1] for source in range(size)]
+        counts = [self.rank.memory["count", source][1] for source in range(size)]
         rows = [(row, s) for row in range(max(counts)) for s in range(size) if row < counts[s]]
         others = self.kernel.takers - 1  # as many as senders would have one each
         for row, source in rows[self.index :: others] if self.index < others else ():
-            if not (yield from self.take(source, row)):
+            if not (yield from self.take(source, row, counts[source])):
                 return False
         return True
 
@@ -182,12 +190,11 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
     [
         _flag_before_data,
         _no_wait_for_a_free_slot,
-        _counts_in_one_half,
+        _calls_before_are_not_awaited,
         _counts_are_sent_at_once,
         _freed_before_it_is_copied,
+        _last_slots_are_not_freed,
         _used_stays_in_a_combine,
-        _slots_of_another_size_are_not_awaited,
-        _size_is_awaited_in_its_first_call_only,
         _passes_are_not_awaited,
         _takers_have_several_senders,
         _tags_repeat_in_every_call,

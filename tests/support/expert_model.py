@@ -31,7 +31,7 @@ class Call(NamedTuple):
     number: int  # counts all calls; a word that holds it is of this one
     cells: int  # of a slot
     ranks: Sequence[Sequence[Sequence[int]]]
-    grids: Sequence[tuple[int, int]]  # pushers, and takers of each sender (or all of them)
+    grids: Sequence[tuple[int, int]]  # pushers, two at least, and takers per sender
     live: Sequence[int]
 
     @property
@@ -50,9 +50,7 @@ class Rank:
         self.index = index
         self.begun = [0] * size
         self.waits: dict[int, tuple[int, int]] = {}
-        self.calls = self.dispatches = 0
-        self.cells, self.since = [0, 0], [0, 0]  # of a slot, by kind; the first such call
-        self.last = [0, 0]  # calls that have used the halves of the counts
+        self.calls = 0
         self.memory: dict[tuple[Any, ...], Any] = {}  # counts, slots, flags, freed, used, progress
         self.fault: int | None = None  # a peer that was given up
         self.stops_in = 0  # the call in which it stops for good; 0 for none
@@ -123,20 +121,8 @@ class Kernel:
         self.under_way -= 1
         if self.under_way:
             return
-        rank, call = self.rank, self.call
-        rank.since[call.kind] = since(rank, call)
-        rank.cells[call.kind] = call.cells
-        rank.calls += 1
-        if call.kind == DISPATCH:
-            rank.dispatches += 1
-            rank.last[rank.dispatches % 2] = rank.calls
-        self.launch(self.machine, rank, self.calls)
-
-
-def since(rank: Rank, call: Call) -> int:
-    """Return the first call with slots of this call's size."""
-    same = rank.cells[call.kind] == call.cells
-    return rank.since[call.kind] if same else rank.calls + 1
+        self.rank.calls += 1
+        self.launch(self.machine, self.rank, self.calls)
 
 
 class Block:
@@ -149,13 +135,12 @@ class Block:
 
     def run(self) -> Steps:
         """Enter the call, push or take, and leave."""
-        self.number, self.dispatch = self.rank.calls + 1, self.rank.dispatches + 1
-        self.since = since(self.rank, self.call)
+        self.number = self.rank.calls + 1
         if self.rank.fault is not None:
             return False
         if self.me not in self.call.live:
             return True
-        if self.index == 0:
+        if self.index == self.kernel.pushers + self.kernel.takers - 1:
             for rank in self.call.live:
                 self.store(partial(self.begin_at, self.machine.ranks[rank]))
         if self.index < self.kernel.pushers:
@@ -238,12 +223,16 @@ class Block:
     # -- slots -------------------------------------------------------------------------------------
 
     def word(self, what: str, peer: int, index: int) -> tuple[Any, ...]:
-        return what, self.call.kind, peer, index
+        return what, peer, index
+
+    def has_begun(self, rank: int) -> int:
+        """Return READY where a rank has begun this call, and so ended those before."""
+        return READY if self.rank.begun[rank] >= self.number else rank
 
     def is_free(self, to: int, index: int, last: Any) -> int:
-        """Return READY where a slot whose last tag is ``last`` is free."""
-        free = self.rank.memory.get(self.word("freed", to, index)) == last
-        return READY if free and self.rank.begun[to] >= self.since else to
+        """Return READY where a slot is free; ``last`` is the tag that it has had in this call."""
+        free = last is None or self.rank.memory.get(self.word("freed", to, index)) == last
+        return self.has_begun(to) if free else to
 
     def fill(self, to: int, row: int, last: Any) -> Steps:
         """Wait for the slot of a row, fill it and raise its flag."""
@@ -262,80 +251,82 @@ class Block:
         place = self.word("flag", source, row % self.call.slots)
         return READY if self.rank.memory.get(place) == (self.number, row) else source
 
-    def empty(self, source: int, row: int) -> Generator[float, None, None]:
-        """Read a slot, and free it."""
+    def empty(self, source: int, row: int, rows: int) -> Generator[float, None, None]:
+        """Read a slot, and free it where one of the ``rows`` may need it."""
         index = row % self.call.slots
         for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
             found = self.rank.memory.get(self.word("cell", source, cell))
             if found != (self.call.number, source, row):
                 raise Violation(f"rank {self.me} finds {found}, not row {row} of {source}")
             yield 0
-        self.free(source, index, row)
+        if row + self.call.slots < rows:
+            self.free(source, index, row)
 
     def free(self, source: int, index: int, row: int) -> None:
         self.poke(source, self.word("freed", self.me, index), (self.number, row))
 
     # -- to the experts ----------------------------------------------------------------------------
 
-    def half(self, source: int) -> tuple[Any, ...]:
-        return "count", self.dispatch % 2, source
-
     def push_rows(self) -> Steps:
-        """Push tokens in turn; the first block sends the counts before."""
-        if self.index == 0 and not (yield from self.announce()):
-            return False
+        """Push tokens in turn; the first block sends the counts instead."""
+        if self.index == 0:
+            return (yield from self.announce()) and (yield from self.are_counted(self.call.live))
         numbers = [0] * self.machine.size
         for token, ranks in enumerate(self.call.ranks[self.me]):
             for rank in ranks:
                 row, numbers[rank] = numbers[rank], numbers[rank] + 1
-                if token % self.kernel.pushers == self.index and not (
-                    yield from self.fill(rank, row, self.last(rank, row))
+                if token % (self.kernel.pushers - 1) == self.index - 1 and not (
+                    yield from self.fill(rank, row, self.last(row))
                 ):
                     return False
-        return True
+        return (yield from self.are_counted(range(self.me)))
 
     def announce(self) -> Steps:
-        """Send the counts to all ranks, when they have ended the last call with this half."""
+        """Send the counts to all ranks, which no longer read those of the call before."""
         for rank in self.call.live:
-            if not (yield from self.wait(partial(self.has_read, rank))):
+            if not (yield from self.wait(partial(self.has_begun, rank))):
                 return False
         for rank in self.call.live:
             rows = len(self.call.rows(self.me, rank))
-            self.poke(rank, self.half(self.me), (self.dispatch, rows))
+            self.poke(rank, ("count", self.me), (self.number, rows))
         return True
 
-    def has_read(self, rank: int) -> int:
-        """Return READY if the counts that this half held are no longer needed by ``rank``."""
-        return READY if self.rank.begun[rank] > self.rank.last[self.dispatch % 2] else rank
+    def last(self, row: int) -> Any:
+        """Return the tag of the row that had this slot before in this call."""
+        return (self.number, row - self.call.slots) if row >= self.call.slots else None
 
-    def last(self, to: int, row: int) -> Any:
-        """Return the tag of the row that had this slot before."""
-        if row >= self.call.slots:
-            return self.number, row - self.call.slots
-        return self.rank.memory.get(self.word("used", to, row))
+    def are_counted(self, ranks: Sequence[int]) -> Steps:
+        """Wait for the counts of those of some ranks that take part."""
+        for rank in ranks:
+            if rank in self.call.live and not (
+                yield from self.wait(partial(self.is_counted, rank))
+            ):
+                return False
+        return True
 
     def is_counted(self, source: int) -> int:
-        word = self.rank.memory.get(self.half(source), (0, 0))
-        return READY if word[0] == self.dispatch else source
+        word = self.rank.memory.get(("count", source), (0, 0))
+        if word[0] > self.number:
+            raise Violation(f"the counts of rank {source} are those of a later call")
+        return READY if word[0] == self.number else source
 
     def take_rows(self) -> Steps:
-        """Take the rows of one sender, in order."""
+        """Take the rows of one sender, in order; offsets need the counts of the ranks before."""
         source, first = self.index % self.machine.size, self.index // self.machine.size
         if source not in self.call.live:
             return True
-        for rank in self.call.live:  # offsets need the counts of all
-            if not (yield from self.wait(partial(self.is_counted, rank))):
-                return False
-        rows = self.rank.memory[self.half(source)][1]
+        if not (yield from self.are_counted(range(source + 1))):
+            return False
+        rows = self.rank.memory["count", source][1]
         for row in range(first, rows, self.kernel.takers // self.machine.size):
-            if not (yield from self.take(source, row)):
+            if not (yield from self.take(source, row, rows)):
                 return False
         return True
 
-    def take(self, source: int, row: int) -> Steps:
+    def take(self, source: int, row: int, rows: int) -> Steps:
         if not (yield from self.wait(partial(self.is_raised, source, row))):
             return False
-        yield from self.empty(source, row)
+        yield from self.empty(source, row, rows)
         self.rank.results[self.call.number, source, row] = True
         return True
 
@@ -354,11 +345,15 @@ class Block:
             for source, token in own:
                 if token // self.call.slots != turn:
                     continue
-                last = self.rank.memory.get(self.word("used", source, token % self.call.slots))
-                if not (yield from self.fill(source, token, last)):
+                if not (yield from self.fill(source, token, self.used(source, token))):
                     return False
         self.reach(math.inf)
         return True
+
+    def used(self, to: int, token: int) -> Any:
+        """Return the tag of the token that had this slot before in this call."""
+        last = self.rank.memory.get(self.word("used", to, token % self.call.slots))
+        return last if last is not None and last[0] == self.number else None
 
     def reach(self, turn: float) -> None:
         self.rank.memory["progress", self.index] = self.number, turn
@@ -373,6 +368,6 @@ class Block:
         ranks = self.call.ranks[self.me]
         for token in range(self.index, len(ranks), self.kernel.takers):
             for rank in sorted(ranks[token]):
-                if not (yield from self.take(rank, token)):
+                if not (yield from self.take(rank, token, len(ranks))):
                     return False
         return True

@@ -4,16 +4,15 @@
 // all of them fit on the GPU together. The routing is known to the kernel alone: a replayed graph
 // may have another one every time. Nothing in the protocol depends on the number of blocks.
 //
-// Slots. A rank has a ring of slots for every other rank, in the receiver's memory, once for rows on
-// their way to experts and once for sums on their way back. A slot is used again and again:
+// Calls. Every rank starts a call by a word to all others. It has ended its calls before then, so what
+// they had in its memory is no longer needed: no call pushes a row or a count to a rank before that word.
+//
+// Slots. A rank has a ring of slots for every other rank, in the receiver's memory. A slot may be used
+// several times in a call:
 //   - the sender fills it, then raises its flag, a tag: number of the call, and of the row in it;
-//   - the receiver copies the slot, then writes the same tag to `freed`, in the sender's memory;
-//   - the sender has written the tag to `used`, in its own memory, when it filled the slot. The slot
-//     is free where `freed` equals `used`, or the tag of the row before in the same call.
-// Tags never repeat, so no flag has to be put back, and calls may have any number of rows: few wait
-// for nobody, and more rows than slots wait for the receiver. Slots of another size than in the call
-// before overlap those. So a sender waits until the receiver has begun the first call with slots of
-// this size, or a later one: it has ended the calls before, so all its slots of another size are free.
+//   - the receiver copies the slot and, if a later row may need it, writes the same tag to `freed`, in
+//     the sender's memory. The sender waits for the tag of the row before.
+// Tags never repeat, so no flag has to be put back, and calls may have any number of rows.
 //
 // Why no circle of ranks waits:
 //   - On the way to the experts, row j of a sender for a rank (the j-th token with an expert there)
@@ -25,9 +24,7 @@
 //     and takers handle tokens in order. So a pass waits for earlier passes only.
 //
 // Counts. Each call to the experts starts with the choices of this rank counted by expert and by
-// rank, to all ranks: words of a count and the number of the call, so no fence and no flag. They use
-// two halves in turn. A half is used again for a rank that has begun a call after the last one with
-// it. A mask may leave that rank out of the call between them, whose counts then say nothing of it.
+// rank, to all ranks: words of a count and the number of the call, so no fence and no flag.
 //
 // Order. The sum of a token is fixed: on each rank in order of choice, then in order of ranks, every
 // product and every sum rounded. So the other forms of the operators give the same bits.
@@ -48,6 +45,7 @@ constexpr int kThreads = 256;
 constexpr int kSlots = 4096;    // per pair of ranks
 constexpr int kCounters = kExperts + kRanks;
 constexpr int kVectors = 4;     // that a thread copies at a time
+constexpr int kInverse = 20;    // bits of Call.inverse after the point
 constexpr u32 kPolls = 1024;    // between two looks at the clock
 constexpr u32 kWarp = 0xffffffffu;
 
@@ -85,6 +83,7 @@ struct Call {  // as in experts/channel.py
     int wide;            // whether ids have 64 bits
     int weighted;
     int pushers;         // the first blocks; the others take
+    int inverse;         // 1 / local, rounded up: exact for all experts
 };
 
 // Control words at the start of every rank's memory.
@@ -93,20 +92,16 @@ struct Control {
     u64 waits[kRanks];  // [r]: that call and 1 + the peer that it has waited for; see note()
     u64 calls;          // the last call that this rank has ended
     u64 limit_ns;       // how long to wait for a peer
-    u64 slot[2];        // bytes of a slot in the last call of each kind
-    u64 since[2];       // the first call of each kind with slots of that size
-    u64 last[2];        // the last call with each half of the counts
-    u32 dispatches;     // number of the last call to the experts
     u32 arrived;        // blocks that have ended the present call
     u32 aborted;        // 0, or 1 + the peer that was given up, here or elsewhere
 };
 
 struct State {
-    u64 call;    // number of this call
-    u64 since;   // of the first one with slots of this size
-    u32 number;  // of this call among those to the experts
-    u32 live;    // ranks that take part, as bits
+    u64 call;  // number of this call
+    u32 live;  // ranks that take part, as bits
     Kind kind;
+
+    __device__ u32 number() const { return static_cast<u32>(call); }  // in words with something else
 };
 
 __device__ inline Control* control(const Call& call, int rank) {
@@ -114,6 +109,8 @@ __device__ inline Control* control(const Call& call, int rank) {
 }
 
 __device__ inline bool has(u32 ranks, int rank) { return ranks >> rank & 1; }
+
+__device__ inline int owner(const Call& call, int expert) { return expert * call.inverse >> kInverse; }
 
 __device__ inline u64 tag(const State& state, u32 index) {
     return state.call << 32 | (index + 1);
@@ -142,9 +139,8 @@ __device__ inline u64* used(const Call& call, int to, int index) {
 }
 
 // Counters of `from` at rank `at`: one per expert, then from kExperts on one per rank.
-__device__ inline u64* count(const Call& call, const State& state, int at, int from, int index) {
-    const int half = (state.number & 1) * call.size + from;
-    return reinterpret_cast<u64*>(call.base[at] + call.first_count) + half * kCounters + index;
+__device__ inline u64* count(const Call& call, int at, int from, int index) {
+    return reinterpret_cast<u64*>(call.base[at] + call.first_count) + from * kCounters + index;
 }
 
 // -- waits -----------------------------------------------------------------------------------------
@@ -214,24 +210,27 @@ __device__ inline bool await(const Call& call, const State& state, Missing missi
         if (peer == kReady) break;
         if (polls % kPolls == 0 && given_up(call, state, begin, peer)) return false;
     }
-    fence();
     return true;
 }
 
-// Waits for the receiver to free a slot whose last tag is `last`.
-__device__ inline bool await_room(const Call& call, const State& state, int to, int index,
-                                  u64 last) {
-    const Control* mine = control(call, call.rank);
+// Waits until a rank has begun this call and has freed a slot of the row with the tag `last`, 0 for none.
+__device__ inline bool await_room(const Call& call, const State& state, int to, int index = 0,
+                                  u64 last = 0) {
+    const u64* begun = &control(call, call.rank)->begun[to];
     const u64* place = freed(call, call.rank, to, index);
-    return await(call, state, [&] {
-        return peek(&mine->begun[to]) >= state.since && peek(place) == last ? kReady : to;
+    const bool good = await(call, state, [&] {
+        return peek(begun) >= state.call && (!last || peek(place) == last) ? kReady : to;
     });
+    fence();
+    return good;
 }
 
 __device__ inline bool await_flag(const Call& call, const State& state, int from, int index,
                                   u64 expected) {
     const u64* place = flag(call, call.rank, from, index);
-    return await(call, state, [&] { return peek(place) == expected ? kReady : from; });
+    const bool good = await(call, state, [&] { return peek(place) == expected ? kReady : from; });
+    fence();
+    return good;
 }
 
 // The number of a thread in the second warp, if it is that of a rank, else -1. That warp tells peers
@@ -243,7 +242,6 @@ __device__ inline int after_first_warp() {
 
 // One thread raises the flag of a slot that its block has filled, after __syncthreads.
 __device__ inline void raise(const Call& call, int to, int index, u64 tag) {
-    poke(used(call, to, index), tag);
     fence();
     poke(flag(call, to, call.rank, index), tag);
 }
@@ -255,26 +253,31 @@ __device__ inline void release(const Call& call, int from, int index, u64 tag) {
 
 // -- begin and end of a call -----------------------------------------------------------------------
 
-// False in all threads where the ring has a fault.
+// False in all threads where the ring has a fault. One warp of a block reads the control words: all
+// threads of a GPU would take turns.
 __device__ inline bool enter(const Call& call, Kind kind, State& state) {
+    __shared__ State shared;
+    __shared__ u32 aborted;
     await_predecessor();
-    state.kind = kind;
-    const Control* mine = control(call, call.rank);
-    state.call = peek(&mine->calls) + 1;
-    state.number = following(peek(&mine->dispatches));
-    const bool same = peek(&mine->slot[kind]) == static_cast<u64>(call.slot);
-    state.since = same ? peek(&mine->since[kind]) : state.call;
-    state.live = (1u << call.size) - 1;
-#pragma unroll 1
-    for (int r = 0; call.active && r < call.size; ++r) {
-        if (!call.active[r]) state.live &= ~(1u << r);
+    const int rank = threadIdx.x;
+    if (rank < 32) {
+        const Control* mine = control(call, call.rank);
+        const u64 calls = peek(&mine->calls);
+        const u32 fault = peek(&mine->aborted);
+        const bool takes_part = rank < call.size && (!call.active || call.active[rank]);
+        const u32 live = __ballot_sync(kWarp, takes_part);
+        if (rank == 0) {
+            shared = {calls + 1, has(live, call.rank) ? live : 0, kind};
+            aborted = fault;
+        }
     }
-    if (!has(state.live, call.rank)) state.live = 0;
-    if (blockIdx.x == 0 && threadIdx.x < kRanks && has(state.live, threadIdx.x)) {
+    __syncthreads();
+    state = shared;
+    if (blockIdx.x == gridDim.x - 1 && rank < kRanks && has(state.live, rank)) {
         fence();
-        poke(&control(call, threadIdx.x)->begun[call.rank], state.call);
+        poke(&control(call, rank)->begun[call.rank], state.call);
     }
-    return __syncthreads_and(peek(&mine->aborted) == 0);
+    return aborted == 0;
 }
 
 __device__ inline void fill(void* at, i64 bytes, u32 value) {
@@ -304,10 +307,6 @@ __device__ inline void leave(const Call& call, const State& state, Spoil spoil) 
     if (aborted) spoil();
     if (threadIdx.x) return;
     mine->arrived = 0;
-    mine->slot[state.kind] = call.slot;
-    mine->since[state.kind] = state.since;
-    if (state.kind == kToExperts) mine->dispatches = state.number;
-    if (state.kind == kToExperts) mine->last[state.number & 1] = state.call;
     __threadfence();
     poke(&mine->calls, state.call);
 }

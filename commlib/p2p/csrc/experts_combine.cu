@@ -98,12 +98,17 @@ __device__ bool push_row(const Call& call, const State& state, int row) {
     const int index = at.token % call.slots;
     bool good = true;
     if (threadIdx.x == 0) {
-        good = await_room(call, state, at.rank, index, peek(used(call, at.rank, index)));
+        const u64 last = at.token < call.slots ? 0 : peek(used(call, at.rank, index));
+        const bool now_used = last >> 32 == state.number();
+        good = await_room(call, state, at.rank, index, now_used ? last : 0);
     }
     if (!__syncthreads_and(good)) return false;
     push_sum<T>(call, row, slot(call, at.rank, call.rank, index));
     __syncthreads();
-    if (after_first_warp() == 0) raise(call, at.rank, index, tag(state, at.token));
+    if (after_first_warp() == 0) {
+        poke(used(call, at.rank, index), tag(state, at.token));
+        raise(call, at.rank, index, tag(state, at.token));
+    }
     return true;
 }
 
@@ -188,7 +193,7 @@ __device__ bool await_sums(const Call& call, const State& state, int token, u32&
     const i64 choice = static_cast<i64>(token) * call.choices + lane;
     u32 rank = 0;
     if (lane < call.choices && call.positions[choice] >= 0) {
-        rank = 1u << call.expert_ids[choice] / call.local;
+        rank = 1u << owner(call, call.expert_ids[choice]);
     }
     const u32 ranks = __reduce_or_sync(kWarp, rank) & state.live;
     if (lane == 0) from = ranks;
@@ -207,7 +212,7 @@ __device__ bool take(const Call& call, const State& state) {
         take_sum<T>(call, from, index,
                     reinterpret_cast<uint4*>(call.out) + static_cast<i64>(token) * vectors);
         const int peer = after_first_warp();  // the first warp goes on with the next token
-        const bool releases = peer >= 0 && has(from, peer);
+        const bool releases = peer >= 0 && has(from, peer) && token + call.slots < call.tokens;
         __syncthreads();
         if (releases) release(call, peer, index, tag(state, token));
     }

@@ -3,7 +3,7 @@
 #pragma once
 #include "experts.cuh"
 
-constexpr int kLoads = 8;  // choices of a token that a thread looks up at a time
+constexpr int kLoads = 4;  // choices that a thread looks up at a time
 
 // Shared memory of a block: counters, in the order of `count`.
 __shared__ u32 counters[kCounters];
@@ -18,36 +18,39 @@ __device__ inline int expert(const Call& call, i64 choice) {
     return id >= 0 && id < call.experts ? static_cast<int>(id) : -1;
 }
 
+// Threads for the choices of a token, as a power of 2.
+__device__ inline int choice_bits(const Call& call) { return 32 - __clz(call.choices - 1); }
+
 // Adds the choices of tokens first..end to the counters; all threads of a block.
 template <bool Known>
-__device__ __noinline__ void add(const Call& call, u32 live, int first, int end) {
+__device__ void add(const Call& call, u32 live, int first, int end) {
+    __shared__ u32 ranks[kThreads];  // of each token, as bits
+    const int bits = choice_bits(call), k = threadIdx.x & ((1 << bits) - 1);
 #pragma unroll 1
     for (int begin = first; begin < end; begin += kThreads) {
-        const int token = begin + threadIdx.x;
-        u32 ranks = 0;
+        const int tokens = min(end - begin, kThreads);
+        ranks[threadIdx.x] = 0;
+        __syncthreads();
 #pragma unroll 1
-        for (int k = 0; token < end && k < call.choices; k += kLoads) {
+        for (int i = threadIdx.x; i < tokens << bits; i += kLoads * kThreads) {
             int held[kLoads];  // on their way at the same time
 #pragma unroll
             for (int n = 0; n < kLoads; ++n) {
-                const i64 choice = static_cast<i64>(token) * call.choices + k + n;
-                held[n] = k + n < call.choices ? expert<Known>(call, choice) : -1;
+                const int token = (i + n * kThreads) >> bits;
+                const i64 choice = static_cast<i64>(begin + token) * call.choices + k;
+                held[n] = token < tokens && k < call.choices ? expert<Known>(call, choice) : -1;
             }
 #pragma unroll
             for (int n = 0; n < kLoads; ++n) {
-                const int e = held[n];
-                if (e < 0 || !has(live, e / call.local)) continue;
+                const int e = held[n], r = owner(call, max(e, 0));
+                if (e < 0 || !has(live, r)) continue;
                 atomicAdd(&counters[e], 1);
-                ranks |= 1u << e / call.local;
+                u32* seen = &ranks[(i + n * kThreads) >> bits];
+                if (!has(atomicOr(seen, 1u << r), r)) atomicAdd(&counters[kExperts + r], 1);
             }
         }
-#pragma unroll 1
-        for (int r = 0; r < call.size; ++r) {
-            const u32 lanes = __ballot_sync(kWarp, has(ranks, r));
-            if (lanes && threadIdx.x % 32 == 0) atomicAdd(&counters[kExperts + r], __popc(lanes));
-        }
+        __syncthreads();
     }
-    __syncthreads();
 }
 
 __device__ inline void clear() {
@@ -57,67 +60,52 @@ __device__ inline void clear() {
     __syncthreads();
 }
 
-// Waits until all ranks have ended the last call with this half of the counts.
-__device__ inline bool await_half(const Call& call, const State& state) {
-    const Control* mine = control(call, call.rank);
-    const u64 last = peek(&mine->last[state.number & 1]);
-    const int rank = threadIdx.x;
-    bool good = true;
-    if (rank < kRanks && has(state.live, rank)) {
-        good = await(call, state, [&] { return peek(&mine->begun[rank]) > last ? kReady : rank; });
-    }
-    return __syncthreads_and(good);
-}
-
-// Counts all choices of this rank and sends the counts to all ranks; one block does it first of all.
+// Counts all choices of this rank and sends the counts to all ranks; one block does nothing else before.
 template <bool Known>
 __device__ bool announce(const Call& call, const State& state) {
+    clear();
     add<Known>(call, state.live, 0, call.tokens);
-    if (!await_half(call, state)) return false;
+    const int rank = threadIdx.x;
+    const bool good = rank >= kRanks || !has(state.live, rank) || await_room(call, state, rank);
+    if (!__syncthreads_and(good)) return false;
 #pragma unroll 1
     for (int i = threadIdx.x; i < call.experts + call.size; i += kThreads) {
         const int index = i < call.experts ? i : kExperts + i - call.experts;
-        const u64 value = static_cast<u64>(state.number) << 32 | counters[index];
+        const u64 value = static_cast<u64>(state.number()) << 32 | counters[index];
 #pragma unroll 1
         for (int r = 0; r < call.size; ++r) {
-            if (has(state.live, r)) poke(count(call, state, r, call.rank, index), value);
+            if (has(state.live, r)) poke(count(call, r, call.rank, index), value);
         }
     }
-    clear();
     return true;
 }
 
-// The sum of the counts of some ranks at one index; false when a rank was given up.
-// A function that is called: it has many registers, and is needed at several places.
-__device__ __noinline__ bool sum(const Call& call, State state, u32 ranks, int index, u32& total) {
-    u64 words[kRanks] = {};
+// Waits for a count of one rank; false when a rank was given up.
+__device__ inline bool await_count(const Call& call, const State& state, int from, int index,
+                                   u32& value) {
+    const u64* place = count(call, call.rank, from, index);
+    u64 word = 0;
     const bool good = await(call, state, [&] {
-        int missing = kReady;
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (has(ranks, r)) words[r] = peek(count(call, state, call.rank, r, index));
-        }
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (has(ranks, r) && words[r] >> 32 != state.number) missing = r;
-        }
-        return missing;
+        word = peek(place);
+        return word >> 32 == state.number() ? kReady : from;
     });
-    total = 0;
-#pragma unroll
-    for (int r = 0; r < kRanks; ++r) total += static_cast<u32>(words[r]);
+    value = static_cast<u32>(word);
     return good;
 }
 
 // Puts the sums of `ranks` for the experts from `first` on into the counters, from 0 on.
 __device__ bool sums(const Call& call, const State& state, u32 ranks, int first, int experts) {
+    const int end = min(experts, call.experts - first);
     bool good = true;
-    __syncthreads();
+    clear();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < experts; i += kThreads) {
-        counters[i] = 0;
-        if (first + i < call.experts) {
-            good = good && sum(call, state, ranks & state.live, first + i, counters[i]);
+    for (int r = threadIdx.x / 32; r < call.size; r += kThreads / 32) {
+        if (!has(ranks & state.live, r)) continue;
+#pragma unroll 1
+        for (int i = threadIdx.x % 32; i < end; i += 32) {
+            u32 value = 0;
+            good = good && await_count(call, state, r, first + i, value);
+            atomicAdd(&counters[i], value);
         }
     }
     return __syncthreads_and(good);

@@ -1,9 +1,10 @@
 // Tokens to their experts (see experts.cuh). A token's row travels once to each rank that has one of
 // its experts, and the receiver copies it to all its places there.
 //
-// Pushers handle tokens in turn. A row's number among those for the same rank, and the number of a
-// choice among this rank's for the same expert, follow from the choices of all earlier tokens: every
-// pusher counts them as it goes on, so no block waits for another one to count.
+// The first block counts. The other pushers handle tokens in turn. A row's number among those for the
+// same rank, and the number of a choice among this rank's for the same expert, follow from the choices
+// of all earlier tokens: every pusher counts them as it goes on, so no block waits for another one to
+// count. Pushers then make the rows zero that are not used, while takers copy.
 
 #include "experts_counts.cuh"
 #include "experts_moves.cuh"
@@ -27,16 +28,14 @@ __device__ inline i64 header_bytes(const Call& call) { return (call.choices + 1)
 
 // One warp, a lane per choice and then per rank: where the token goes, and whether there is room.
 template <bool Known>
-__device__ bool plan_token(const Call& call, const State& state, int token, Plan& plan) {
-    const int lane = threadIdx.x;
+__device__ bool plan_token(const Call& call, const State& state, int token, int e, Plan& plan) {
+    const int lane = threadIdx.x, to = owner(call, max(e, 0));
     const i64 choice = static_cast<i64>(token) * call.choices + lane;
-    const bool holds = lane < call.choices;
-    const int e = holds ? expert<Known>(call, choice) : -1, owner = e < 0 ? -1 : e / call.local;
-    const bool goes = e >= 0 && has(state.live, owner);
+    const bool goes = e >= 0 && has(state.live, to), holds = lane < call.choices;
     const u32 same = __match_any_sync(kWarp, goes ? e : kExperts + lane);
     int index = -1;
     if (goes) index = Known ? call.positions[choice] : counters[e] + __popc(same & before(lane));
-    const u32 ranks = __reduce_or_sync(kWarp, goes ? 1u << owner : 0);
+    const u32 ranks = __reduce_or_sync(kWarp, goes ? 1u << to : 0);
     __syncwarp();
     if (goes && !(same & before(lane))) counters[e] += __popc(same);
     if (holds && !Known) {
@@ -44,29 +43,32 @@ __device__ bool plan_token(const Call& call, const State& state, int token, Plan
         call.positions[choice] = index;  // a place once the counts of all ranks are here
     }
     const float weight = holds && !Known && call.weights ? call.weights[choice] : 1.0f;
-    plan.owner[lane] = goes ? owner : -1;
-    plan.choice[lane] = make_int4(index, goes ? e % call.local : 0, __float_as_int(weight), 0);
+    plan.owner[lane] = goes ? to : -1;
+    plan.choice[lane] = make_int4(index, goes ? e - to * call.local : 0, __float_as_int(weight), 0);
     if (lane == 0) plan.ranks = ranks;
     if (!(lane < kRanks && has(ranks, lane))) return true;
     const int row = plan.row[lane] = counters[kExperts + lane]++;
-    const int index_in_ring = row % call.slots;
-    const u64 last = row < call.slots ? peek(used(call, lane, index_in_ring))
-                                      : tag(state, row - call.slots);
-    return await_room(call, state, lane, index_in_ring, last);
+    if (row < call.slots) return await_room(call, state, lane);
+    return await_room(call, state, lane, row % call.slots, tag(state, row - call.slots));
 }
+
+// The tokens of a pusher: the first one, and from one to the next.
+__device__ inline int first_token() { return blockIdx.x - 1; }
+__device__ inline int stride(const Call& call) { return call.pushers - 1; }
 
 template <bool Known, class Way>
 __device__ bool push(const Call& call, const State& state) {
     __shared__ Plan plan;
     __shared__ char* slots[kRanks];
-    clear();
-    if (blockIdx.x == 0 && !announce<Known>(call, state)) return false;
     int counted = 0;
+    clear();
 #pragma unroll 1
-    for (int token = blockIdx.x; token < call.tokens; token += call.pushers) {
+    for (int token = first_token(); token < call.tokens; token += stride(call)) {
+        const i64 choice = static_cast<i64>(token) * call.choices + threadIdx.x;
+        const int e = threadIdx.x < call.choices ? expert<Known>(call, choice) : -1;
         add<Known>(call, state.live, counted, token);
         counted = token + 1;
-        const bool good = threadIdx.x >= 32 || plan_token<Known>(call, state, token, plan);
+        const bool good = threadIdx.x >= 32 || plan_token<Known>(call, state, token, e, plan);
         if (!__syncthreads_and(good)) return false;
         if (threadIdx.x < kRanks && has(plan.ranks, threadIdx.x)) {
             const int index = plan.row[threadIdx.x] % call.slots;
@@ -138,9 +140,11 @@ __device__ bool take(const Call& call, const State& state) {
     const int from = taker % call.size;  // takers of one sender: see experts.cuh
     const int workers = (takers - from + call.size - 1) / call.size;
     if (!has(state.live, from)) return true;
-    if (!Known && !sums(call, state, before(from), call.rank * call.local, call.local)) return false;
     bool good = true;
-    if (threadIdx.x == 0) good = sum(call, state, 1u << from, kExperts + call.rank, rows);
+    if (threadIdx.x == kThreads - 1) {  // its warp is the last one that has counts to wait for
+        good = await_count(call, state, from, kExperts + call.rank, rows);
+    }
+    if (!Known && !sums(call, state, before(from), call.rank * call.local, call.local)) return false;
     if (!__syncthreads_and(good)) return false;
 #pragma unroll 1
     for (int row = taker / call.size; row < rows; row += workers) {
@@ -152,6 +156,7 @@ __device__ bool take(const Call& call, const State& state) {
         }
         if (taken.count) Way::put(call, at, taken);
         __syncthreads();
+        if (row + call.slots >= rows) continue;  // no later row needs the slot
         if (after_first_warp() == 0) release(call, from, row % call.slots, tag(state, row));
     }
     return true;
@@ -161,17 +166,18 @@ __device__ bool take(const Call& call, const State& state) {
 
 // Turns the indices of this block's tokens into places.
 __device__ bool place_choices(const Call& call, const State& state) {
+    if (first_token() >= call.tokens) return true;
     if (!sums(call, state, before(call.rank), 0, call.experts)) return false;
-    const int tokens = (call.tokens - static_cast<int>(blockIdx.x) + call.pushers - 1) / call.pushers;
+    const int bits = choice_bits(call), k = threadIdx.x & ((1 << bits) - 1);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < tokens * call.choices; i += kThreads) {
-        const i64 token = blockIdx.x + i / call.choices * call.pushers;
-        const i64 choice = token * call.choices + i % call.choices;
+    for (int i = threadIdx.x; k < call.choices; i += kThreads) {
+        const int token = first_token() + (i >> bits) * stride(call);
+        if (token >= call.tokens) break;
+        const i64 choice = static_cast<i64>(token) * call.choices + k;
         const int index = call.positions[choice], e = call.expert_ids[choice];
         if (index < 0) continue;
-        const int place = counters[e] + index;
-        const bool kept = place < call.capacity;
-        call.positions[choice] = kept ? e % call.local * call.capacity + place : -1;
+        const int place = counters[e] + index, row = e - owner(call, e) * call.local;
+        call.positions[choice] = place < call.capacity ? row * call.capacity + place : -1;
     }
     return true;
 }
@@ -181,13 +187,13 @@ __device__ bool report_overflow(const Call& call, const State& state, int expert
     Overflow* overflow = call.overflow;
     if (atomicCAS_system(&overflow->state, 0ull, 1ull)) return true;
     overflow->expert = expert;
-    overflow->owner = expert / call.local;
+    overflow->owner = owner(call, expert);
     overflow->capacity = call.capacity;
     bool good = true;
 #pragma unroll 1
     for (int r = 0; r < kRanks; ++r) {
         u32 choices = 0;
-        if (has(state.live, r)) good = good && sum(call, state, 1u << r, expert, choices);
+        if (has(state.live, r)) good = good && await_count(call, state, r, expert, choices);
         overflow->by_rank[r] = choices;
     }
     __threadfence_system();
@@ -215,18 +221,17 @@ __device__ bool total(const Call& call, const State& state) {
     return report_overflow(call, state, worst);
 }
 
-// Makes unused rows zero, each taker its share: while the others are on their way.
+// Makes unused rows zero, each pusher its share.
 template <bool Known, class Way>
 __device__ bool clear_unused(const Call& call, const State& state) {
-    const int taker = blockIdx.x - call.pushers, takers = gridDim.x - call.pushers;
     __shared__ int list[kThreads], listed;
     if (!Known && !sums(call, state, state.live, call.rank * call.local, call.local)) return false;
     const int rows = call.local * call.capacity, bytes = Way::bytes(call);
 #pragma unroll 1
-    for (int first = taker; first < rows; first += kThreads * takers) {
+    for (int first = blockIdx.x; first < rows; first += kThreads * call.pushers) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
-        const int row = first + threadIdx.x * takers;
+        const int row = first + threadIdx.x * call.pushers;
         bool unused = row < rows;
         if (unused && Known) {
             const int from = call.sources[row].x;
@@ -273,11 +278,13 @@ template <bool Known, class Way>
 __device__ void run(const Call& call) {
     State state;
     bool good = enter(call, kToExperts, state);
-    const bool pusher = blockIdx.x < call.pushers;
-    if (good && pusher) good = push<Known, Way>(call, state);
-    if (good && !Known && pusher) good = place_choices(call, state);
-    if (good && !Known && blockIdx.x == call.pushers - 1) total(call, state);
-    if (good && !pusher && clear_unused<Known, Way>(call, state)) take<Known, Way>(call, state);
+    if (blockIdx.x >= call.pushers) {
+        if (good) take<Known, Way>(call, state);
+    } else {
+        if (good) good = blockIdx.x ? push<Known, Way>(call, state) : announce<Known>(call, state);
+        if (good && !Known) good = blockIdx.x ? place_choices(call, state) : total(call, state);
+        if (good) clear_unused<Known, Way>(call, state);
+    }
     leave(call, state, [&] { spoil<Known, Way>(call); });
 }
 

@@ -15,6 +15,7 @@ from commlib.p2p.experts.layout import (
     COMBINE,
     DISPATCH,
     EXPERTS,
+    INVERSE,
     KINDS,
     LIMIT,
     RANKS,
@@ -88,15 +89,16 @@ class ExpertChannel:
         call.error = self._error.address
         call.base[: ring.size] = self._memory.bases
         call.first_count, call.first_progress = layout.count, layout.progress
+        call.first_flag, call.first_freed = layout.flag, layout.freed
+        call.first_used, call.first_slot = layout.used, layout.slot
         return call
 
     def _launch(self, function: Any) -> tuple[nvrtc.Launch, int]:
-        """Return a launch, and how many of its blocks push; every sender has a taker."""
-        device, size = self._ring.device.index, self._ring.size
+        """Return a launch and its number of blocks: at least two push, and one per sender takes."""
+        device = self._ring.device.index
         blocks = residency.grid(function, device, THREADS, _PER_MULTIPROCESSOR, self._fills)
-        blocks = max(size + 1, blocks)
-        launch = nvrtc.Launch(function, device, nvrtc.Grid(blocks, THREADS), self._call)
-        return launch, max(1, min(blocks * 3 // 5, blocks - size))
+        blocks = max(self._ring.size + 2, blocks)
+        return nvrtc.Launch(function, device, nvrtc.Grid(blocks, THREADS), self._call), blocks
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ class ExpertChannel:
     ) -> ExpertCall:
         """Return the argument of the kernels, with what all calls have."""
         self.check()
-        call, layout, offset = self._call, self._layout, kind * self._layout.words
+        call = self._call
         x, sources = aligned(x), aligned(tables.sources)
         self._held = x, sources  # until the launch: they may be copies
         call.x, call.out, call.sources = x.data_ptr(), out.data_ptr(), sources.data_ptr()
@@ -166,26 +168,33 @@ class ExpertChannel:
         call.positions = tables.positions.data_ptr()
         call.row_weights, call.active = tables.row_weights.data_ptr(), _address(active)
         call.scales = call.ids = call.weights = call.counts = call.demand = call.overflow = None
-        call.first_flag, call.first_freed = layout.flag + offset, layout.freed + offset
-        call.first_used = layout.used + offset
-        call.first_slot = layout.slot + kind * layout.region
         call.slot = slot_bytes(kind, spec)
-        call.slots = min(SLOTS, layout.share // call.slot)
+        call.slots = min(SLOTS, self._layout.share // call.slot)
         call.tokens, call.choices = tables.positions.shape[0], spec.top_k
         call.experts, call.capacity = spec.num_experts, spec.capacity
         call.local = local_experts(spec.num_experts, self._ring.size)
+        call.inverse = -(-(1 << INVERSE) // call.local)
         call.row, call.weighted = spec.width * spec.dtype.itemsize, int(spec.weighted)
         return call
 
     def _run(self, name: str) -> None:
         """Launch a kernel on the current stream, after the last call; never blocks."""
-        launch, self._call.pushers = self._launches[name]
+        launch, blocks = self._launches[name]
+        self._call.pushers = self._pushers(name, blocks)
         stream = self._order.turn()
         self.captured = self.captured or stream_captures()
         launch(stream)
         if self._order.foreign:
             self._order.ended(stream)
         del self._held
+
+    def _pushers(self, name: str, blocks: int) -> int:
+        """Return how many blocks push: in a dispatch, one counts, and one per token is enough."""
+        most = max(2, min(blocks * 3 // 5, blocks - self._ring.size))
+        if name.startswith("combine"):
+            return most
+        tokens: int = self._call.tokens
+        return min(most, max(2, blocks // 4, tokens + 1))
 
     # -- faults ------------------------------------------------------------------------------------
 

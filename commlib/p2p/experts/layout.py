@@ -6,9 +6,10 @@ from commlib.p2p import nvrtc
 from commlib.p2p.experts.tables import GROUP, ExpertSpec
 from commlib.p2p.kernel_table import VECTOR
 
-KINDS = ("expert_dispatch", "expert_combine")  # of calls; each has its slots
+KINDS = ("expert_dispatch", "expert_combine")  # of calls
 DISPATCH, COMBINE = range(len(KINDS))
 RANKS, EXPERTS, CHOICES, SLOTS = 16, 1024, 32, 4096  # as in experts.cuh
+INVERSE = 20  # bits of ExpertCall.inverse after the point; as in experts.cuh
 CALLS, LIMIT = 256, 264  # offsets of the number of calls and of limit_ns, in bytes
 _CONTROL, _WORD = 4096, 8  # bytes of control words, and of a word
 _COUNTERS = EXPERTS + RANKS
@@ -29,7 +30,7 @@ class ExpertCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("share", "slot")),
         *((name, ctypes.c_int) for name in ("slots", "rank", "size", "tokens", "choices")),
         *((name, ctypes.c_int) for name in ("experts", "local", "capacity", "row", "wide")),
-        *((name, ctypes.c_int) for name in ("weighted", "pushers")),
+        *((name, ctypes.c_int) for name in ("weighted", "pushers", "inverse")),
     ]
 
 
@@ -47,17 +48,15 @@ class Layout:
     """The layout of each rank's memory: offsets in bytes."""
 
     def __init__(self, size: int, room: int) -> None:
-        words = size * SLOTS * _WORD  # of one kind: a word per slot
+        words = size * SLOTS * _WORD  # one per slot
         self.count = _CONTROL
-        self.flag = self.count + 2 * size * _COUNTERS * _WORD
-        self.freed = self.flag + len(KINDS) * words
-        self.used = self.freed + len(KINDS) * words
-        self.progress = self.used + len(KINDS) * words
+        self.flag = self.count + size * _COUNTERS * _WORD
+        self.freed = self.flag + words
+        self.used = self.freed + words
+        self.progress = self.used + words
         self.slot = self.progress + nvrtc.MOST_BLOCKS * _WORD // VECTOR * VECTOR + VECTOR
-        self.words = words
-        self.share = room // len(KINDS) // size // VECTOR * VECTOR  # of one pair of ranks
-        self.region = self.share * size
-        self.nbytes = self.slot + len(KINDS) * self.region
+        self.share = room // size // VECTOR * VECTOR  # of one pair of ranks
+        self.nbytes = self.slot + self.share * size
 
 
 def slot_bytes(kind: int, spec: ExpertSpec) -> int:
