@@ -5,7 +5,11 @@
 
 #include "experts.cuh"
 
-constexpr int kHeld = 2;  // vectors that a thread adds up at a time
+constexpr int kHeld = 2;   // vectors that a thread adds up at a time
+constexpr int kAhead = 2;  // rows that are on their way at the same time
+constexpr int kLines = 4;  // of `sources` that a thread looks at at a time
+constexpr int kFew = 4096;  // rows of which every block looks at all
+constexpr int kGroup = 8;  // sums that a block prepares together
 constexpr int kNoPass = 0x7fffffff;
 
 struct Source {  // a line of `sources`
@@ -50,34 +54,72 @@ __device__ inline bool await_pushers(const Call& call, const State& state, int p
 
 // -- pushing ---------------------------------------------------------------------------------------
 
-// Adds up the rows of one token, in order of choice, from the first product on.
+struct Sum {  // of the rows of a token
+    int rank, token, index, count;
+    int rows[kChoices];  // in order of choice
+    float weights[kChoices];
+};
+
+// One thread follows the links from the first row of a token.
+__device__ inline void find_rows(const Call& call, int row, Sum& sum) {
+    Source at = source(call, row);
+    sum.rank = at.rank;
+    sum.token = at.token;
+    sum.index = at.token % call.slots;
+    int n = 0;
+#pragma unroll 1
+    for (; row >= 0; ++n, row = at.next()) {
+        if (n) at = source(call, row);
+        sum.rows[n] = row;
+        sum.weights[n] = call.weighted ? call.row_weights[row] : 1.0f;
+    }
+    sum.count = n;
+}
+
+// One thread waits for the slot of a token's sum.
+__device__ inline bool await_slot(const Call& call, const State& state, int row) {
+    const Source at = source(call, row);
+    const int index = at.token % call.slots;
+    const u64 last = at.token < call.slots ? 0 : peek(used(call, at.rank, index));
+    return await_room(call, state, at.rank, index, last >> 32 == state.number() ? last : 0);
+}
+
+// Adds up the rows of one token, from the first product on.
 template <class T>
-__device__ void push_sum(const Call& call, int first, char* to) {
+__device__ void push_sum(const Call& call, const Sum& of, char* to) {
     constexpr int n = kItems<T>;
     const int vectors = call.row / 16;
     const uint4* rows = reinterpret_cast<const uint4*>(call.x);
+#pragma unroll 1
     for (int begin = threadIdx.x; begin < vectors; begin += kHeld * kThreads) {
         float sum[kHeld][n];
-        for (int row = first; row >= 0;) {
-            const int next = source(call, row).next();
-            const float weight = call.weighted ? call.row_weights[row] : 1.0f;
-            uint4 held[kHeld];
+#pragma unroll 1
+        for (int first = 0; first < of.count; first += kAhead) {
+            uint4 held[kAhead][kHeld];
 #pragma unroll
-            for (int h = 0; h < kHeld; ++h) {
-                const int i = begin + h * kThreads;
-                if (i < vectors) held[h] = __ldcg(rows + static_cast<i64>(row) * vectors + i);
-            }
+            for (int a = 0; a < kAhead; ++a) {
+                const int row = of.rows[min(first + a, of.count - 1)];
 #pragma unroll
-            for (int h = 0; h < kHeld; ++h) {
-                float y[n];
-                unpack<T>(held[h], y);
-#pragma unroll
-                for (int k = 0; k < n; ++k) {
-                    const float product = __fmul_rn(weight, y[k]);
-                    sum[h][k] = row == first ? product : __fadd_rn(sum[h][k], product);
+                for (int h = 0; h < kHeld; ++h) {
+                    const int i = min(begin + h * kThreads, vectors - 1);
+                    held[a][h] = __ldcg(rows + static_cast<i64>(row) * vectors + i);
                 }
             }
-            row = next;
+#pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                if (first + a == of.count) break;
+                const float weight = of.weights[first + a];
+#pragma unroll
+                for (int h = 0; h < kHeld; ++h) {
+                    float y[n];
+                    unpack<T>(held[a][h], y);
+#pragma unroll
+                    for (int k = 0; k < n; ++k) {
+                        const float product = __fmul_rn(weight, y[k]);
+                        sum[h][k] = first + a ? __fadd_rn(sum[h][k], product) : product;
+                    }
+                }
+            }
         }
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
@@ -92,48 +134,61 @@ __device__ void push_sum(const Call& call, int first, char* to) {
     }
 }
 
+// Pushes the sums of some tokens, given by their first rows.
 template <class T>
-__device__ bool push_row(const Call& call, const State& state, int row) {
-    const Source at = source(call, row);
-    const int index = at.token % call.slots;
+__device__ bool push_sums(const Call& call, const State& state, const int* rows, int count) {
+    __shared__ Sum sums[kGroup];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     bool good = true;
-    if (threadIdx.x == 0) {
-        const u64 last = at.token < call.slots ? 0 : peek(used(call, at.rank, index));
-        const bool now_used = last >> 32 == state.number();
-        good = await_room(call, state, at.rank, index, now_used ? last : 0);
-    }
+    if (warp == 0 && lane < count) find_rows(call, rows[lane], sums[lane]);
+    if (warp == 1 && lane < count) good = await_slot(call, state, rows[lane]);
     if (!__syncthreads_and(good)) return false;
-    push_sum<T>(call, row, slot(call, at.rank, call.rank, index));
-    __syncthreads();
-    if (after_first_warp() == 0) {
-        poke(used(call, at.rank, index), tag(state, at.token));
-        raise(call, at.rank, index, tag(state, at.token));
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const int rank = sums[i].rank, token = sums[i].token, index = sums[i].index;
+        push_sum<T>(call, sums[i], slot(call, rank, call.rank, index));
+        __syncthreads();
+        if (after_first_warp() == 0) {
+            poke(used(call, rank, index), tag(state, token));
+            raise(call, rank, index, tag(state, token));
+        }
     }
     return true;
 }
 
-// Pushes what this block has of a pass; `next` is the next pass it has something of. Rows go round
-// the blocks, so those in use do too.
+// Pushes what this block has of a pass; `next` is the next pass it has something of. Many rows go round
+// the blocks. Of few, tokens do: more blocks then have something.
 template <class T>
 __device__ bool push_pass(const Call& call, const State& state, int pass, int& next) {
-    __shared__ int list[kThreads], listed, later;
+    __shared__ int list[kLines * kThreads], listed, later;
     const int rows = call.local * call.capacity;
+    const bool few = rows <= kFew;
+    const int start = few ? 0 : blockIdx.x, step = few ? 1 : call.pushers;
     if (threadIdx.x == 0) later = kNoPass;
-    for (int first = blockIdx.x; first < rows; first += kThreads * call.pushers) {
+#pragma unroll 1
+    for (int first = start; first < rows; first += kLines * kThreads * step) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
-        const int row = first + threadIdx.x * call.pushers;
-        if (row < rows) {
-            const Source at = source(call, row);
-            if (at.first() && has(state.live, at.rank)) {
-                const int when = at.token / call.slots;
-                if (when == pass) list[atomicAdd(&listed, 1)] = row;
-                if (when > pass) atomicMin(&later, when);
-            }
+        Source lines[kLines];  // on their way at the same time
+#pragma unroll
+        for (int k = 0; k < kLines; ++k) {
+            const int row = first + (k * kThreads + threadIdx.x) * step;
+            lines[k] = source(call, min(row, rows - 1));
+        }
+#pragma unroll
+        for (int k = 0; k < kLines; ++k) {
+            const int row = first + (k * kThreads + threadIdx.x) * step;
+            const Source at = lines[k];
+            if (row >= rows || !at.first() || !has(state.live, at.rank)) continue;
+            if (few && (at.token * call.size + at.rank) % call.pushers != blockIdx.x) continue;
+            const int when = at.token / call.slots;
+            if (when == pass) list[atomicAdd(&listed, 1)] = row;
+            if (when > pass) atomicMin(&later, when);
         }
         __syncthreads();
-        for (int i = 0; i < listed; ++i) {
-            if (!push_row<T>(call, state, list[i])) return false;
+#pragma unroll 1
+        for (int i = 0; i < listed; i += kGroup) {
+            if (!push_sums<T>(call, state, list + i, min(kGroup, listed - i))) return false;
         }
         __syncthreads();
     }
