@@ -1,4 +1,4 @@
-"""Peers of `commlib bench allreduce`: their folder, their C interface, and peers that fail."""
+"""Peers of `commlib bench`: their folder, their C interface, and peers that fail."""
 
 import shutil
 import subprocess
@@ -14,9 +14,10 @@ import torch
 
 from commlib import CommContext
 from commlib.tools.bench.command import run_bench
-from commlib.tools.bench.peers import folder, sglang, vllm
+from commlib.tools.bench.peers import expert_ways, folder, sglang, vllm
+from commlib.tools.bench.peers.flashinfer_experts import COPIED, FLASHINFER, Tokens
 from commlib.tools.bench.peers.watch import Watch, last_peer, launch_without
-from commlib.tools.bench.peers.way import Way
+from commlib.tools.bench.peers.way import Near, Way
 from commlib.tools.launch import LaunchError
 from tests.support.processes import ROOT, run
 from tests.support.runs_on import runs_on
@@ -38,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one library per peer, compiled from one source."""
     made = tmp_path_factory.mktemp("peers")
     source = ROOT / "tests" / "support" / "peer_kernels.c"
-    for name in NAMES:
+    for name in (*NAMES, "libmoe.so"):
         command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-pthread", str(source), "-lm"]
         subprocess.run([*command, "-o", str(made / name)], check=True, timeout=60)
     return made
@@ -140,6 +141,40 @@ if COMPILER:
 
         on_threads(body)
 
+    def test_the_library_of_experts_brings_tokens_there_and_back(built: Path) -> None:
+        tokens, width, experts, top_k = 24, 64, 8, 3
+
+        def body(memory: HostMemory, threads: Threads) -> None:
+            generator = torch.Generator().manual_seed(memory.rank)
+            x = torch.randn(tokens, width, generator=generator).bfloat16()
+            ids = torch.rand(tokens, experts, generator=generator).topk(top_k, 1).indices
+            ids[0] = torch.arange(top_k)  # all on one rank
+            sent = Tokens(x, ids, torch.ones(tokens, top_k), experts)
+            peer = folder.load(str(built / "libmoe.so"), memory, sent)
+            xs = threads.gather(memory.rank, x)
+            owners = [one // (experts // SIZE) for one in threads.gather(memory.rank, ids)]
+            expected = [
+                part[(owner == memory.rank).any(1)] for part, owner in zip(xs, owners, strict=True)
+            ]
+            copies = sum((owners[memory.rank] == rank).any(1).int() for rank in range(SIZE))
+            near = Near(x.double() * torch.as_tensor(copies)[:, None], x.double().abs() * 2**-7)
+            for _ in range(3):
+                (there,) = peer.dispatches().items()
+                assert there[0] == FLASHINFER
+                assert expert_ways.check_dispatch(*there, peer.received, expected)
+                assert list(peer.combines()) == [FLASHINFER, COPIED]
+                for name, call in peer.combines().items():
+                    assert expert_ways.check_combine(name, call, near)
+                threads.barrier.wait()
+
+        on_threads(body)
+
+    def test_experts_that_ranks_can_not_share_evenly_are_an_error(built: Path) -> None:
+        sent = Tokens(torch.zeros(4, 64).bfloat16(), torch.zeros(4, 2), torch.ones(4, 2), 7)
+
+        with pytest.raises(ValueError, match="7 experts: expected a multiple of the 2 ranks"):
+            folder.load(str(built / "libmoe.so"), HostMemory(0, Threads()), sent)
+
     def test_a_launch_that_fails_names_its_function(built: Path) -> None:
         def body(memory: HostMemory, threads: Threads) -> None:
             peer = folder.load(str(built / "libvllm.so"), memory, 2**12)
@@ -173,12 +208,13 @@ def test_a_folder_without_libraries_is_an_error_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "libother.so").write_bytes(b"")
-    for names in (("allreduce",), ()):
+    sums, rows = "libsgl.so, libfi.so, libvllm.so", "libmoe.so"
+    for names, files in {("allreduce",): sums, ("dispatch",): rows, (): f"{sums}, {rows}"}.items():
         assert run_bench(names, str(tmp_path / "out"), peers=str(tmp_path / "absent")) == 2
-        assert "there is no such folder; pass one with libsgl.so" in capsys.readouterr().err
+        assert f"there is no such folder; pass one with {files} (" in capsys.readouterr().err
         assert run_bench(names, str(tmp_path / "out"), peers=str(tmp_path)) == 2
         said = capsys.readouterr().err
-        assert "none of libsgl.so, libfi.so, libvllm.so is in it" in said
+        assert f"none of {files} is in it" in said
         assert "docs/benchmark_peers.md says, or remove --peers" in said
     assert not (tmp_path / "out").exists()
 
@@ -194,12 +230,22 @@ def test_contents_name_no_folder(tmp_path: Path) -> None:
     (tmp_path / "libfi.so").write_bytes(b"abc")
 
     assert folder.refusal(str(tmp_path)) is None
-    said = folder.contents(str(tmp_path))
+    said = folder.contents(str(tmp_path), "allreduce")
 
     assert said == (
         "libraries of peers: libfi.so (sha256 ba7816bf8f01); absent: libsgl.so, libvllm.so"
     )
-    assert list(folder.libraries(str(tmp_path))) == ["libfi.so"]
+    assert list(folder.libraries(str(tmp_path), "allreduce")) == ["libfi.so"]
+    said = folder.contents(str(tmp_path), "dispatch")
+    assert said == "libraries of peers: none; absent: libmoe.so"
+
+
+def test_a_library_of_another_benchmark_is_not_enough(tmp_path: Path) -> None:
+    (tmp_path / "libfi.so").write_bytes(b"")
+
+    assert "none of libmoe.so is in it" in (folder.refusal(str(tmp_path), ["dispatch"]) or "")
+    assert folder.refusal(str(tmp_path), ["dispatch", "allreduce"]) is None
+    assert folder.refusal(str(tmp_path), ["gloo"]) is None  # which has no option --peers
 
 
 # -- peers that fail -------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ class _Bench(click.Command):
 @click.option(
     "--peers",
     metavar="FOLDER",
-    help="Libraries of other projects' kernels for allreduce; see docs/benchmark_peers.md.",
+    help="Libraries of other projects' kernels for allreduce and dispatch; "
+    "see docs/benchmark_peers.md.",
 )
 @click.pass_context
 def bench(

@@ -94,3 +94,55 @@ int fi_allreduce(int norm, const void* in, void* out, const void* res_in, void* 
   meet();
   return 0;
 }
+
+/* A workspace: the number of calls, counts by sender, slots of the own tokens by receiver; then the rows. */
+enum { COUNTS = 16, SLOTS = 64, ROWS = 8192 };
+int moe_layout(int ranks, int tokens, int width, int top_k, u64* found) {
+  u64 slots = (u64)ranks * tokens;
+  found[0] = ROWS + 2 * slots * width * 2;
+  found[1] = COUNTS;
+  found[2] = ROWS;
+  return ranks != W || SLOTS + tokens * W * 4 > ROWS;
+}
+
+static int out_of_turn(char* own, int set, int pdl, void* stream) {
+  return set != (((int*)own)[0]++ & 1) || pdl != 1 || stream;
+}
+
+int moe_dispatch(const void* x, const void* ids, const void* weights, int rank, int ranks, int tokens, int width, int top_k, int experts, const u64* ws, int set, int pdl, void* stream) {
+  int* slots = (int*)((char*)ws[rank] + SLOTS);
+  int sent[W] = {0};
+  u64 row = (u64)width * 2;
+  if (out_of_turn((char*)ws[rank], set, pdl, stream) || ranks != W || !weights) return -1;
+  meet();
+  for (int t = tokens - 1; t >= 0; --t) { /* slots are in no order that a receiver may rely on */
+    int wanted[W] = {0};
+    for (int k = 0; k < top_k; ++k) wanted[((const int*)ids)[t * top_k + k] / (experts / W)] = 1;
+    for (int q = 0; q < W; ++q) {
+      slots[t * W + q] = wanted[q] ? sent[q]++ : -1;
+      if (wanted[q]) memcpy((char*)ws[q] + ROWS + ((u64)rank * tokens + slots[t * W + q]) * row, (const char*)x + t * row, row);
+    }
+  }
+  for (int q = 0; q < W; ++q) ((int*)((char*)ws[q] + COUNTS))[rank] = sent[q];
+  meet();
+  return 0;
+}
+
+int moe_combine(const void* rows, void* out, int rank, int ranks, int tokens, int width, int top_k, const u64* ws, int set, int pdl, void* stream) {
+  const int* slots = (int*)((char*)ws[rank] + SLOTS);
+  u64 area = (u64)ranks * tokens * width * 2, from = ROWS + (rows ? area : 0);
+  if (out_of_turn((char*)ws[rank], set, pdl, stream) || ranks != W) return -1;
+  if (rows) memcpy((char*)ws[rank] + from, rows, area);
+  meet();
+  for (int t = 0; t < tokens; ++t)
+    for (int j = 0; j < width; ++j) {
+      float sum = 0;
+      for (int q = 0; q < W; ++q) {
+        u64 slot = (u64)rank * tokens + slots[t * W + q];
+        if (slots[t * W + q] >= 0) sum += wide(((const uint16_t*)((char*)ws[q] + from))[slot * width + j]);
+      }
+      ((uint16_t*)out)[(u64)t * width + j] = narrow(sum);
+    }
+  meet();
+  return 0;
+}

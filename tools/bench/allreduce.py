@@ -21,11 +21,11 @@ from commlib.tools.bench.allreduce_report import (
     report,
 )
 from commlib.tools.bench.graph import Captured
-from commlib.tools.bench.launch import launch
 from commlib.tools.bench.machine import gpu_refusal
 from commlib.tools.bench.pair import ring_and_group
-from commlib.tools.bench.peers.folder import contents, libraries
-from commlib.tools.bench.peers.watch import Watch, launch_without
+from commlib.tools.bench.peers.folder import contents
+from commlib.tools.bench.peers.launch import launch_with_peers
+from commlib.tools.bench.peers.watch import Watch
 from commlib.tools.bench.peers.way import DTYPE, Near, Way, expect_sum
 from commlib.tools.bench.peers.ways import ONE_SHOT, OURS, Ways, checked
 from commlib.tools.bench.plot import size_label
@@ -41,18 +41,9 @@ refusal = gpu_refusal
 
 def run(nproc: int, rounds: int, peers: str | None = None) -> Report:
     """Measure on ``nproc`` GPUs, one a rank; ``peers`` is a folder of libraries."""
-    files = {} if peers is None else libraries(peers)
-    paths = {name: str(path) for name, path in files.items()}
-
-    def start(journal: str, lost: list[str]) -> Any:
-        peers: dict[str, Any] = {"libraries": paths, "journal": journal, "lost": lost}
-        return launch("allreduce", nproc, unified=True, rounds=rounds, **peers)
-
-    found, lost = launch_without(start)
-    failed = found["failed"] | {peer: {"run": reason} for peer, reason in lost.items()}
-    settings = {"nproc": nproc, "rounds": rounds}
-    said = None if peers is None else contents(peers)
-    return report(found | {"failed": failed}, settings, multicast(os.environ), said)
+    found = launch_with_peers("allreduce", nproc, peers, rounds=rounds)
+    said = None if peers is None else contents(peers, "allreduce")
+    return report(found, {"nproc": nproc, "rounds": rounds}, multicast(os.environ), said)
 
 
 # -- on each rank ---------------------------------------------------------------------------------

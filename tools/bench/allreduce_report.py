@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from commlib.tools.bench.allreduce_norm import OURS_NORM, WIDTH, peer
 from commlib.tools.bench.graph import CALLS, REPLAYS
 from commlib.tools.bench.peers.nccl_windows import NCCL_WINDOWS
+from commlib.tools.bench.peers.watch import failures, span
 from commlib.tools.bench.peers.ways import (
     NCCL,
     ONE_SHOT,
@@ -89,7 +90,7 @@ def report(
             *_eager_findings(found["eager"]),
             *_norm_findings(found["fused"]),
             *(() if libraries is None else _of_all(found, libraries)),
-            *_failures(found["failed"]),
+            *failures(found["failed"]),
             *_carriers(found["carriers"]),
         ),
         settings=settings if libraries is None else {**settings, "peers": "FOLDER"},
@@ -187,18 +188,7 @@ def _of_all(found: dict[str, Any], libraries: str) -> Iterator[str]:
         yield target(f"fused, {size}, {OURS_NORM} / {name}", part, OF_FLASHINFER)
 
 
-def _failures(failed: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield why a peer has no row, once for consecutive sizes with the same reason."""
-    for name, reasons in failed.items():
-        for reason, same in groupby(reasons, key=lambda where: reasons[where]):
-            yield f"failed: {name}, {_span(list(same))}: {reason}"
-
-
 def _carriers(said: Mapping[str, str]) -> Iterator[str]:
     """Yield what ring 0 says of itself, once for consecutive sizes with the same answer."""
     for answer, same in groupby(said, key=lambda size: said[size]):
-        yield f"ring 0, {_span(list(same))}: {answer}"
-
-
-def _span(sizes: list[str]) -> str:
-    return sizes[0] if len(sizes) == 1 else f"{sizes[0]}..{sizes[-1]}"
+        yield f"ring 0, {span(list(same))}: {answer}"

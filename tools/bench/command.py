@@ -133,7 +133,7 @@ def _refusal(
     """Say what of the request can't be done, before any of it is."""
     if rounds is not None and rounds < 1:
         return f"{rounds} rounds: expected 1 or more; pass --rounds 10, or remove it"
-    refusal = peers_refusal(options["peers"]) if "peers" in options else None
+    refusal = peers_refusal(options["peers"], names) if "peers" in options else None
     if refusal:
         return refusal
     for name in names:

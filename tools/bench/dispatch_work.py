@@ -10,6 +10,7 @@ from commlib import CommContext, ops
 from commlib.ops.expert_parallel.handle import Dispatched
 from commlib.p2p.experts.tables import GROUP, local_experts
 from commlib.p2p.routes import routes
+from commlib.tools.bench.peers.flashinfer_experts import Tokens
 
 
 class Work:
@@ -24,11 +25,15 @@ class Work:
         self.ring, self.experts, self.local = ring, experts, local_experts(experts, ring.size)
         self.capacity = int(ids.view(-1).bincount(minlength=experts).max())
         device = ring.device
-        self.x = torch.randn(tokens, width, device=device).bfloat16()
+        mine = torch.Generator(device).manual_seed(1 + ring.rank)  # other tokens on every rank
+        self.x = torch.randn(tokens, width, device=device, generator=mine).bfloat16()
         self.ids = ids[ring.rank].to(device)
         self.weights = torch.full((tokens, top_k), 1 / top_k, device=device)
+        self.tokens = Tokens(self.x, self.ids, self.weights, experts)
         self.expected = self.x.float()  # experts return what they get
-        self._plan_bare(ids)
+        # A token has an expert on a rank: [from, token, to].
+        self.receivers = torch.nn.functional.one_hot(ids // self.local, ring.size).amax(2)
+        self._plan_bare()
         self._plan_packed(ids)
         self.sent_rows = self.dispatch()
         self.packed_rows = self.packed_dispatch()
@@ -58,9 +63,9 @@ class Work:
             if most > limit:
                 raise AssertionError(f"{name}: {most} from what was sent")
 
-    def _plan_bare(self, ids: torch.Tensor) -> None:
+    def _plan_bare(self) -> None:
         """One row per token and rank of its experts."""
-        ranks = torch.nn.functional.one_hot(ids // self.local, self.ring.size).amax(2)
+        ranks = self.receivers
         counts = ranks.sum(1)[..., None].numpy().astype(np.int64)  # [from, to, 1]
         rank = self.ring.rank
         self.there, self.back = (routes(counts, rank, back=back) for back in (False, True))

@@ -47,10 +47,18 @@ def race(
     A peer's turn is one call that is not timed, then ``calls`` back to back without garbage
     collection; ``settle`` runs before and after them. Ranks take the same turns.
     """
-    settle = settle or _nothing
-    return interleave(
-        {name: partial(_turn, call, calls, settle) for name, call in peers.items()}, rounds=rounds
-    )
+    return interleave(meters(peers, calls=calls, settle=settle), rounds=rounds)
+
+
+def meters(
+    peers: Mapping[str, Callable[[], object]],
+    *,
+    calls: int,
+    settle: Callable[[], object] | None = None,
+) -> dict[str, Callable[[], float]]:
+    """Return for each peer what takes one turn of a race and returns its value."""
+    waits = settle or _nothing
+    return {name: partial(_turn, call, calls, waits) for name, call in peers.items()}
 
 
 def interleave(meters: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:

@@ -3,8 +3,9 @@
 import faulthandler
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,3 +129,15 @@ def last_peer(journal: Path, said: str) -> tuple[str, str]:
     if "Timeout (" in said:  # the head of the stacks that a rank prints at its deadline
         return peer, "took too long and was ended"
     return peer, " ".join(["ended its rank:", *said.splitlines()[-1:]])
+
+
+def failures(failed: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield why a peer has no row, once for consecutive places with the same reason."""
+    for name, reasons in failed.items():
+        for reason, same in groupby(reasons, key=lambda where: reasons[where]):
+            yield f"failed: {name}, {span(list(same))}: {reason}"
+
+
+def span(places: Sequence[str]) -> str:
+    """Name consecutive places by the first and the last one."""
+    return places[0] if len(places) == 1 else f"{places[0]}..{places[-1]}"
