@@ -137,18 +137,8 @@ def _last_slots_are_not_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "empty", fewer)
 
 
-def _used_stays_in_a_combine(patch: pytest.MonkeyPatch) -> None:
-    fill = Block.fill
-
-    def stale(self: Block, to: int, row: int, last: Any) -> Steps:
-        place = self.word("used", to, row % self.call.slots)
-        before = self.rank.memory.get(place)
-        done = yield from fill(self, to, row, last)
-        if self.call.kind == BACK:
-            self.rank.memory[place] = before
-        return done
-
-    patch.setattr(Block, "fill", stale)
+def _tokens_of_an_earlier_pass_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "used", lambda *_: None)
 
 
 def _passes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +184,7 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
         _counts_are_sent_at_once,
         _freed_before_it_is_copied,
         _last_slots_are_not_freed,
-        _used_stays_in_a_combine,
+        _tokens_of_an_earlier_pass_are_not_awaited,
         _passes_are_not_awaited,
         _takers_have_several_senders,
         _tags_repeat_in_every_call,
@@ -233,22 +223,55 @@ def test_a_missing_rank_is_named(size: int, begins: bool) -> None:
     assert sum({size - 1} == faults for faults in named) > len(SEEDS) / 2
 
 
+def blamed_by_two(seed: int) -> set[int | None]:
+    """Return whom ranks 0 and 1 give up: each waits for rank 2, which stops, and for the other."""
+    ranks = [[[2]] * 6 + [[1]] * 2, [[2]] * 6 + [[0]] * 2, []]
+    machine = Machine(3, seed, LIMIT)
+    machine.ranks[2].stops_in = 1
+    machine.run([[Call(DISPATCH, 1, 5, ranks, [(2, 1)] * 3, range(3))]] * 3)
+    return {rank.fault for rank in machine.ranks[:2]}
+
+
+def test_ranks_that_wait_for_each_other_too() -> None:
+    """Threads of a rank wait for several peers; the one that waits for nobody is named."""
+    assert all(blamed_by_two(seed) <= {None, 2} for seed in SEEDS)
+
+
+def test_all_that_a_rank_waits_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited = Block.awaited
+    monkeypatch.setattr(Block, "awaited", lambda self, rank: awaited(self, rank)[:1])
+    assert any(not blamed_by_two(seed) <= {None, 2} for seed in SEEDS)
+
+
 def _silent(self: Block, peer: int) -> None:
     return
+
+
+def test_a_peer_may_itself_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without notes, a rank that waits for the missing one is given up instead."""
+    monkeypatch.setattr(Block, "note", _silent)
+    some = ((seed, begins) for seed in range(400) for begins in (False, True))
+    assert any(not blamed(3, seed, begins=begins) <= {None, 2} for seed, begins in some)
+
+
+def late_and_missing(seed: int) -> set[int | None]:
+    """Return whom rank 0 gives up where rank 1 waits for rank 2, too late for a note."""
+    call = Call(BACK, 1, 5, [[[1]] * 3, [], [[1]]], [(2, 1)] * 3, range(3))
+    machine = Machine(3, seed, LIMIT)
+    machine.ranks[1].late = 0.7 * LIMIT
+    machine.run([[call], [call], []])
+    return {machine.ranks[0].fault}
 
 
 def _the_peer_itself(self: Block, peer: int) -> int:
     return peer
 
 
-@pytest.mark.parametrize(
-    ("rule", "broken"), [("note", _silent), ("last_to_begin", _the_peer_itself)]
-)
-def test_a_peer_may_itself_wait(monkeypatch: pytest.MonkeyPatch, rule: str, broken: Any) -> None:
-    """Without the rule, a rank that waits for the missing one is given up instead."""
-    monkeypatch.setattr(Block, rule, broken)
-    some = ((seed, begins) for seed in range(400) for begins in (False, True))
-    assert any(not blamed(3, seed, begins=begins) <= {None, 2} for seed, begins in some)
+def test_a_peer_may_have_begun_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that has begun the fewest calls is named, notes or not."""
+    assert all(late_and_missing(seed) <= {None, 2} for seed in SEEDS)
+    monkeypatch.setattr(Block, "last_to_begin", _the_peer_itself)
+    assert any(late_and_missing(seed) == {1} for seed in SEEDS)
 
 
 def test_the_model_has_more_rows_than_slots() -> None:

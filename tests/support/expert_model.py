@@ -16,6 +16,7 @@ from tests.support.push_model import Violation
 
 Steps: TypeAlias = Generator[float, None, bool]  # waits; False when a peer was given up
 ROOM = 12  # cells of the slots of one pair
+GROUP = 3  # sums that a block prepares together
 READY = -1
 DISPATCH, BACK = 0, 1
 
@@ -49,11 +50,12 @@ class Rank:
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.begun = [0] * size
-        self.waits: dict[int, tuple[int, int]] = {}
+        self.waits: dict[tuple[int, int], int] = {}  # call in which one has waited for another
         self.calls = 0
         self.memory: dict[tuple[Any, ...], Any] = {}  # counts, slots, flags, freed, used, progress
         self.fault: int | None = None  # a peer that was given up
         self.stops_in = 0  # the call in which it stops for good; 0 for none
+        self.late = 0.0  # how long its calls wait before they begin
         self.results: dict[tuple[Any, ...], Any] = {}
 
 
@@ -98,7 +100,7 @@ class Kernel:
         call = next(calls, None)
         if call is not None:
             kernel = cls(machine, rank, call, calls)
-            machine.later(kernel.begin, machine.random.choice((0, 0, 1000)))
+            machine.later(kernel.begin, rank.late + machine.random.choice((0, 0, 1000)))
 
     def begin(self) -> None:
         """Let the blocks begin, in any order."""
@@ -200,19 +202,26 @@ class Block:
         return True
 
     def note(self, peer: int) -> None:
-        """Notify all ranks of the peer that this one has waited for for long."""
+        """Notify all ranks that this one has waited for a peer for long."""
         for rank in self.call.live:
             waits = self.machine.ranks[rank].waits
-            self.store(partial(waits.__setitem__, self.me, (self.number, peer)))
+            self.store(partial(waits.__setitem__, (self.me, peer), self.number))
+
+    def awaited(self, rank: int) -> list[int]:
+        """Return the ranks that a rank waits for in its last call, as far as this one knows."""
+        begun, waits = self.rank.begun, self.rank.waits
+        return [peer for peer in range(len(begun)) if waits.get((rank, peer)) == begun[rank]]
 
     def furthest_back(self, peer: int) -> int:
-        """Return the rank that a peer may wait for, directly or not, or the peer."""
-        begun, waits = self.rank.begun, self.rank.waits
+        """Return one that waits for nobody, of a peer and those that it waits for at last."""
         late = self.last_to_begin(peer)
-        for _ in begun:
-            number, next_peer = waits.get(late, (0, late))
-            if number == begun[late] and next_peer != self.me:
-                late = next_peer
+        seen, later = set[int](), {late}
+        while later - seen:
+            rank = min(later - seen)
+            if not (ranks := self.awaited(rank)) and rank != self.me:
+                return rank
+            seen.add(rank)
+            later.update(ranks)
         return late
 
     def last_to_begin(self, peer: int) -> int:
@@ -234,18 +243,14 @@ class Block:
         free = last is None or self.rank.memory.get(self.word("freed", to, index)) == last
         return self.has_begun(to) if free else to
 
-    def fill(self, to: int, row: int, last: Any) -> Steps:
-        """Wait for the slot of a row, fill it and raise its flag."""
+    def fill(self, to: int, row: int) -> Generator[float, None, None]:
+        """Fill the slot of a row and raise its flag."""
         index, tag = row % self.call.slots, (self.number, row)
-        if not (yield from self.wait(partial(self.is_free, to, index, last))):
-            return False
         for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
             self.poke(to, self.word("cell", self.me, cell), (self.call.number, self.me, row))
             yield 0
-        self.rank.memory[self.word("used", to, index)] = tag
         yield from self.fence()
         self.poke(to, self.word("flag", self.me, index), tag)
-        return True
 
     def is_raised(self, source: int, row: int) -> int:
         place = self.word("flag", source, row % self.call.slots)
@@ -275,11 +280,13 @@ class Block:
         for token, ranks in enumerate(self.call.ranks[self.me]):
             for rank in ranks:
                 row, numbers[rank] = numbers[rank], numbers[rank] + 1
-                if token % (self.kernel.pushers - 1) == self.index - 1 and not (
-                    yield from self.fill(rank, row, self.last(row))
-                ):
+                if token % (self.kernel.pushers - 1) != self.index - 1:
+                    continue
+                free = partial(self.is_free, rank, row % self.call.slots, self.last(row))
+                if not (yield from self.wait(free)):
                     return False
-        return (yield from self.are_counted(range(self.me)))
+                yield from self.fill(rank, row)
+        return (yield from self.are_counted(self.call.live))  # to clear the other rows
 
     def announce(self) -> Steps:
         """Send the counts to all ranks, which no longer read those of the call before."""
@@ -342,12 +349,22 @@ class Block:
             self.reach(turn)
             if turn and not (yield from self.wait(partial(self.has_reached, turn))):
                 return False
-            for source, token in own:
-                if token // self.call.slots != turn:
-                    continue
-                if not (yield from self.fill(source, token, self.used(source, token))):
+            now = [(to, token) for to, token in own if token // self.call.slots == turn]
+            for first in range(0, len(now), GROUP):
+                if not (yield from self.push_group(now[first : first + GROUP])):
                     return False
         self.reach(math.inf)
+        return True
+
+    def push_group(self, sums: Sequence[tuple[int, int]]) -> Steps:
+        """Wait for the slots of a few sums, then push them."""
+        for to, token in sums:
+            free = partial(self.is_free, to, token % self.call.slots, self.used(to, token))
+            if not (yield from self.wait(free)):
+                return False
+        for to, token in sums:
+            yield from self.fill(to, token)
+            self.rank.memory[self.word("used", to, token % self.call.slots)] = self.number, token
         return True
 
     def used(self, to: int, token: int) -> Any:

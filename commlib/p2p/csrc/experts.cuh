@@ -11,7 +11,8 @@
 // several times in a call:
 //   - the sender fills it, then raises its flag, a tag: number of the call, and of the row in it;
 //   - the receiver copies the slot and, if a later row may need it, writes the same tag to `freed`, in
-//     the sender's memory. The sender waits for the tag of the row before.
+//     the sender's memory. The sender waits for the tag of the row before. A sender of sums keeps the
+//     last tag of each slot in `used`: which tokens have a sum of it follows from the routing alone.
 // Tags never repeat, so no flag has to be put back, and calls may have any number of rows.
 //
 // Why no circle of ranks waits:
@@ -32,13 +33,13 @@
 // Faults. Every wait has the ring's deadline, which is in the memory of the ring, so that replays
 // read it too. The peer that a thread waits for may itself wait for the rank that is missing. So the
 // rank that has begun the fewest calls is reported. After half the deadline a rank notifies all
-// others of the peer that it waits for, and a report follows these notes. The block that ends last in
-// a call with a fault overwrites all results.
+// others of the peers that its threads wait for. A report follows these notes to a rank that waits for
+// nobody. The block that ends last in a call with a fault overwrites all results.
 
 #pragma once
 #include "numbers.cuh"
 
-constexpr int kRanks = 16;      // as in experts/channel.py
+constexpr int kRanks = 16;      // as in experts/layout.py
 constexpr int kExperts = 1024;  // of all ranks
 constexpr int kChoices = 32;    // of a token: one per lane
 constexpr int kThreads = 256;
@@ -52,13 +53,13 @@ constexpr u32 kWarp = 0xffffffffu;
 enum Kind : int { kToExperts, kBack };
 
 // In host memory: the first expert of a call beyond its capacity. The host puts `state` back to 0.
-struct Overflow {  // as in experts/channel.py
+struct Overflow {  // as in experts/layout.py
     u64 state;     // 0: free, 1: it is written, 2: complete
     int expert, owner, capacity, unused;
     u32 by_rank[kRanks];
 };
 
-struct Call {  // as in experts/channel.py
+struct Call {  // as in experts/layout.py
     const char* x;  // the rows of this rank that are given
     char* out;
     float* scales;
@@ -88,12 +89,12 @@ struct Call {  // as in experts/channel.py
 
 // Control words at the start of every rank's memory.
 struct Control {
-    u64 begun[kRanks];  // [r]: the last call that rank r has begun
-    u64 waits[kRanks];  // [r]: that call and 1 + the peer that it has waited for; see note()
-    u64 calls;          // the last call that this rank has ended
-    u64 limit_ns;       // how long to wait for a peer
-    u32 arrived;        // blocks that have ended the present call
-    u32 aborted;        // 0, or 1 + the peer that was given up, here or elsewhere
+    u64 begun[kRanks];          // [r]: the last call that rank r has begun
+    u64 calls;                  // the last call that this rank has ended
+    u64 limit_ns;               // how long to wait for a peer
+    u32 arrived;                // blocks that have ended the present call
+    u32 aborted;                // 0, or 1 + the peer that was given up, here or elsewhere
+    u64 waits[kRanks][kRanks];  // [r][p]: the last call in which r has waited for p for long
 };
 
 struct State {
@@ -153,26 +154,36 @@ __device__ inline void report(const Call& call, const State& state, u32 peer) {
 
 // Notifies all ranks that this one has waited for a peer for long.
 __device__ inline void note(const Call& call, const State& state, int peer) {
-    const u64 what = state.call << 32 | (peer + 1);
-    if (peek(&control(call, call.rank)->waits[call.rank]) == what) return;
+    if (peek(&control(call, call.rank)->waits[call.rank][peer]) == state.call) return;
     for (int rank = 0; rank < call.size; ++rank) {
-        if (has(state.live, rank)) poke(&control(call, rank)->waits[call.rank], what);
+        if (has(state.live, rank)) poke(&control(call, rank)->waits[call.rank][peer], state.call);
     }
 }
 
-// The rank that a peer may wait for, directly or not, or the peer.
+// The ranks that a rank waits for in its last call, as bits, as far as this one knows.
+__device__ inline u32 awaited(const Call& call, int rank) {
+    const Control* mine = control(call, call.rank);
+    u32 ranks = 0;
+    for (int peer = 0; peer < call.size; ++peer) {
+        if (peek(&mine->waits[rank][peer]) == peek(&mine->begun[rank])) ranks |= 1u << peer;
+    }
+    return ranks;
+}
+
+// Of a peer and the ranks that it waits for, directly or not: one that waits for nobody.
 __device__ inline int furthest_back(const Call& call, const State& state, int peer) {
     const Control* mine = control(call, call.rank);
     int late = peer;
     for (int rank = 0; rank < call.size; ++rank) {
         if (has(state.live, rank) && peek(&mine->begun[rank]) < peek(&mine->begun[late])) late = rank;
     }
-    for (int hop = 0; hop < call.size; ++hop) {
-        const u64 what = peek(&mine->waits[late]);
-        const int next = static_cast<int>(what & 0xffffffffu) - 1;
-        const bool stale = what >> 32 != (peek(&mine->begun[late]) & 0xffffffffu);
-        if (!what || stale || next == call.rank) break;
-        late = next;
+    u32 seen = 0;
+    for (u32 next = 1u << late; next & ~seen;) {
+        const int rank = __ffs(next & ~seen) - 1;
+        const u32 ranks = awaited(call, rank);
+        if (!ranks && rank != call.rank) return rank;
+        seen |= 1u << rank;
+        next |= ranks;
     }
     return late;
 }

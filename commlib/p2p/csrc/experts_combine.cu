@@ -49,6 +49,7 @@ __device__ inline bool await_pushers(const Call& call, const State& state, int p
             return here && far ? kReady : call.rank;
         });
     }
+    fence();
     return __syncthreads_and(good);
 }
 
@@ -180,7 +181,8 @@ __device__ bool push_pass(const Call& call, const State& state, int pass, int& n
             const int row = first + (k * kThreads + threadIdx.x) * step;
             const Source at = lines[k];
             if (row >= rows || !at.first() || !has(state.live, at.rank)) continue;
-            if (few && (at.token * call.size + at.rank) % call.pushers != blockIdx.x) continue;
+            const u32 turn = static_cast<u32>(at.token) * call.size + at.rank;
+            if (few && turn % call.pushers != blockIdx.x) continue;
             const int when = at.token / call.slots;
             if (when == pass) list[atomicAdd(&listed, 1)] = row;
             if (when > pass) atomicMin(&later, when);

@@ -93,11 +93,12 @@ __device__ inline bool await_count(const Call& call, const State& state, int fro
     return good;
 }
 
-// Puts the sums of `ranks` for the experts from `first` on into the counters, from 0 on.
-__device__ bool sums(const Call& call, const State& state, u32 ranks, int first, int experts) {
+// Adds the counts of `ranks` for the experts from `first` on to the counters, from 0 on, after clear().
+// A function that is called: it is needed at several places.
+__device__ __noinline__ bool add_counts(const Call& call, State state, u32 ranks, int first,
+                                        int experts) {
     const int end = min(experts, call.experts - first);
     bool good = true;
-    clear();
 #pragma unroll 1
     for (int r = threadIdx.x / 32; r < call.size; r += kThreads / 32) {
         if (!has(ranks & state.live, r)) continue;

@@ -141,10 +141,12 @@ __device__ bool take(const Call& call, const State& state) {
     const int workers = (takers - from + call.size - 1) / call.size;
     if (!has(state.live, from)) return true;
     bool good = true;
-    if (threadIdx.x == kThreads - 1) {  // its warp is the last one that has counts to wait for
+    clear();
+    if (threadIdx.x == kThreads - 1) {  // the others need not wait for it
         good = await_count(call, state, from, kExperts + call.rank, rows);
     }
-    if (!Known && !sums(call, state, before(from), call.rank * call.local, call.local)) return false;
+    const int first = call.rank * call.local;
+    if (!Known) good = add_counts(call, state, before(from), first, call.local) && good;
     if (!__syncthreads_and(good)) return false;
 #pragma unroll 1
     for (int row = taker / call.size; row < rows; row += workers) {
@@ -167,7 +169,8 @@ __device__ bool take(const Call& call, const State& state) {
 // Turns the indices of this block's tokens into places.
 __device__ bool place_choices(const Call& call, const State& state) {
     if (first_token() >= call.tokens) return true;
-    if (!sums(call, state, before(call.rank), 0, call.experts)) return false;
+    clear();
+    if (!add_counts(call, state, before(call.rank), 0, call.experts)) return false;
     const int bits = choice_bits(call), k = threadIdx.x & ((1 << bits) - 1);
 #pragma unroll 1
     for (int i = threadIdx.x; k < call.choices; i += kThreads) {
@@ -205,7 +208,8 @@ __device__ bool report_overflow(const Call& call, const State& state, int expert
 __device__ bool total(const Call& call, const State& state) {
     __shared__ int worst;
     if (threadIdx.x == 0) worst = kExperts;
-    if (!sums(call, state, state.live, 0, call.experts)) return false;
+    clear();
+    if (!add_counts(call, state, state.live, 0, call.experts)) return false;
 #pragma unroll 1
     for (int e = threadIdx.x; e < call.experts; e += kThreads) {
         call.demand[e] = counters[e];
@@ -225,7 +229,9 @@ __device__ bool total(const Call& call, const State& state) {
 template <bool Known, class Way>
 __device__ bool clear_unused(const Call& call, const State& state) {
     __shared__ int list[kThreads], listed;
-    if (!Known && !sums(call, state, state.live, call.rank * call.local, call.local)) return false;
+    clear();
+    const int own = call.rank * call.local;
+    if (!Known && !add_counts(call, state, state.live, own, call.local)) return false;
     const int rows = call.local * call.capacity, bytes = Way::bytes(call);
 #pragma unroll 1
     for (int first = blockIdx.x; first < rows; first += kThreads * call.pushers) {

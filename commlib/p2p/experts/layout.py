@@ -10,7 +10,7 @@ KINDS = ("expert_dispatch", "expert_combine")  # of calls
 DISPATCH, COMBINE = range(len(KINDS))
 RANKS, EXPERTS, CHOICES, SLOTS = 16, 1024, 32, 4096  # as in experts.cuh
 INVERSE = 20  # bits of ExpertCall.inverse after the point; as in experts.cuh
-CALLS, LIMIT = 256, 264  # offsets of the number of calls and of limit_ns, in bytes
+CALLS, LIMIT = 128, 136  # offsets of the number of calls and of limit_ns, in bytes
 _CONTROL, _WORD = 4096, 8  # bytes of control words, and of a word
 _COUNTERS = EXPERTS + RANKS
 
