@@ -106,6 +106,27 @@ def _calls_before_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "is_free", is_free)
 
 
+def _one_half(patch: pytest.MonkeyPatch, kind: str) -> None:
+    half = Block.half
+
+    def same(self: Block, what: str, peer: int, index: int = 0) -> tuple[Any, ...]:
+        return (what, 0, peer, index) if what == kind else half(self, what, peer, index)
+
+    patch.setattr(Block, "half", same)
+
+
+def _counts_in_one_half(patch: pytest.MonkeyPatch) -> None:
+    _one_half(patch, "count")
+
+
+def _flags_in_one_half(patch: pytest.MonkeyPatch) -> None:
+    _one_half(patch, "flag")
+
+
+def _slots_in_one_half(patch: pytest.MonkeyPatch) -> None:
+    _one_half(patch, "cell")
+
+
 def _counts_are_sent_at_once(patch: pytest.MonkeyPatch) -> None:
     announce = Block.announce
 
@@ -151,7 +172,7 @@ def _takers_have_several_senders(patch: pytest.MonkeyPatch) -> None:
         for rank in range(size):
             if not (yield from self.wait(partial(self.is_counted, rank))):
                 return False
-        counts = [self.rank.memory["count", source][1] for source in range(size)]
+        counts = [self.rank.memory[self.half("count", source)][1] for source in range(size)]
         rows = [(row, s) for row in range(max(counts)) for s in range(size) if row < counts[s]]
         others = self.kernel.takers - 1  # as many as senders would have one each
         for row, source in rows[self.index :: others] if self.index < others else ():
@@ -181,6 +202,9 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
         _flag_before_data,
         _no_wait_for_a_free_slot,
         _calls_before_are_not_awaited,
+        _counts_in_one_half,
+        _flags_in_one_half,
+        _slots_in_one_half,
         _counts_are_sent_at_once,
         _freed_before_it_is_copied,
         _last_slots_are_not_freed,

@@ -234,9 +234,13 @@ class Block:
     def word(self, what: str, peer: int, index: int) -> tuple[Any, ...]:
         return what, peer, index
 
+    def half(self, what: str, peer: int, index: int = 0) -> tuple[Any, ...]:
+        """Return a place that calls have in turn: two of each."""
+        return what, self.number % 2, peer, index
+
     def has_begun(self, rank: int) -> int:
-        """Return READY where a rank has begun this call, and so ended those before."""
-        return READY if self.rank.begun[rank] >= self.number else rank
+        """Return READY where a rank has begun the call before, and so ended the one before that."""
+        return READY if self.rank.begun[rank] + 1 >= self.number else rank
 
     def is_free(self, to: int, index: int, last: Any) -> int:
         """Return READY where a slot is free; ``last`` is the tag that it has had in this call."""
@@ -247,20 +251,20 @@ class Block:
         """Fill the slot of a row and raise its flag."""
         index, tag = row % self.call.slots, (self.number, row)
         for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
-            self.poke(to, self.word("cell", self.me, cell), (self.call.number, self.me, row))
+            self.poke(to, self.half("cell", self.me, cell), (self.call.number, self.me, row))
             yield 0
         yield from self.fence()
-        self.poke(to, self.word("flag", self.me, index), tag)
+        self.poke(to, self.half("flag", self.me, index), tag)
 
     def is_raised(self, source: int, row: int) -> int:
-        place = self.word("flag", source, row % self.call.slots)
+        place = self.half("flag", source, row % self.call.slots)
         return READY if self.rank.memory.get(place) == (self.number, row) else source
 
     def empty(self, source: int, row: int, rows: int) -> Generator[float, None, None]:
         """Read a slot, and free it where one of the ``rows`` may need it."""
         index = row % self.call.slots
         for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
-            found = self.rank.memory.get(self.word("cell", source, cell))
+            found = self.rank.memory.get(self.half("cell", source, cell))
             if found != (self.call.number, source, row):
                 raise Violation(f"rank {self.me} finds {found}, not row {row} of {source}")
             yield 0
@@ -295,7 +299,7 @@ class Block:
                 return False
         for rank in self.call.live:
             rows = len(self.call.rows(self.me, rank))
-            self.poke(rank, ("count", self.me), (self.number, rows))
+            self.poke(rank, self.half("count", self.me), (self.number, rows))
         return True
 
     def last(self, row: int) -> Any:
@@ -312,7 +316,7 @@ class Block:
         return True
 
     def is_counted(self, source: int) -> int:
-        word = self.rank.memory.get(("count", source), (0, 0))
+        word = self.rank.memory.get(self.half("count", source), (0, 0))
         if word[0] > self.number:
             raise Violation(f"the counts of rank {source} are those of a later call")
         return READY if word[0] == self.number else source
@@ -324,7 +328,7 @@ class Block:
             return True
         if not (yield from self.are_counted(range(source + 1))):
             return False
-        rows = self.rank.memory["count", source][1]
+        rows = self.rank.memory[self.half("count", source)][1]
         for row in range(first, rows, self.kernel.takers // self.machine.size):
             if not (yield from self.take(source, row, rows)):
                 return False

@@ -5,7 +5,9 @@
 // may have another one every time. Nothing in the protocol depends on the number of blocks.
 //
 // Calls. Every rank starts a call by a word to all others. It has ended its calls before then, so what
-// they had in its memory is no longer needed: no call pushes a row or a count to a rank before that word.
+// they had in its memory is no longer needed. Slots, flags and counts have two halves, which calls use in
+// turn: no call pushes a row or a count to a rank before that rank has begun the call before. So a rank
+// may push while a later one still ends the call before.
 //
 // Slots. A rank has a ring of slots for every other rank, in the receiver's memory. A slot may be used
 // several times in a call:
@@ -76,9 +78,9 @@ struct Call {  // as in experts/layout.py
     u64* error;          // in host memory: 0, or the first fault
     Overflow* overflow;  // null without a report
     i64 first_count, first_flag, first_freed, first_used, first_progress, first_slot;  // offsets
-    i64 share;           // bytes of the slots of one pair
+    i64 share;           // bytes of the slots of one pair, in one half
     i64 slot;            // bytes of a slot
-    int slots;           // of a pair
+    int slots;           // of a pair, in one half
     int rank, size, tokens, choices, experts, local, capacity;
     int row;             // bytes of a row that is given
     int wide;            // whether ids have 64 bits
@@ -119,16 +121,21 @@ __device__ inline u64 tag(const State& state, u32 index) {
 
 // -- places ----------------------------------------------------------------------------------------
 
-__device__ inline char* slot(const Call& call, int at, int from, int index) {
-    return call.base[at] + call.first_slot + from * call.share + index * call.slot;
+// What call `of` has of rank `from` at a rank is the `place`-th of its kind there.
+__device__ inline int place(const Call& call, const State& of, int from) {
+    return (of.number() & 1) * call.size + from;
+}
+
+__device__ inline char* slot(const Call& call, const State& state, int at, int from, int index) {
+    return call.base[at] + call.first_slot + place(call, state, from) * call.share + index * call.slot;
 }
 
 __device__ inline u64* word(const Call& call, i64 first, int at, int other, int index) {
     return reinterpret_cast<u64*>(call.base[at] + first) + other * kSlots + index;
 }
 
-__device__ inline u64* flag(const Call& call, int at, int from, int index) {
-    return word(call, call.first_flag, at, from, index);
+__device__ inline u64* flag(const Call& call, const State& state, int at, int from, int index) {
+    return word(call, call.first_flag, at, place(call, state, from), index);
 }
 
 __device__ inline u64* freed(const Call& call, int at, int by, int index) {
@@ -140,8 +147,9 @@ __device__ inline u64* used(const Call& call, int to, int index) {
 }
 
 // Counters of `from` at rank `at`: one per expert, then from kExperts on one per rank.
-__device__ inline u64* count(const Call& call, int at, int from, int index) {
-    return reinterpret_cast<u64*>(call.base[at] + call.first_count) + from * kCounters + index;
+__device__ inline u64* count(const Call& call, const State& state, int at, int from, int index) {
+    return reinterpret_cast<u64*>(call.base[at] + call.first_count) +
+           place(call, state, from) * kCounters + index;
 }
 
 // -- waits -----------------------------------------------------------------------------------------
@@ -224,13 +232,14 @@ __device__ inline bool await(const Call& call, const State& state, Missing missi
     return true;
 }
 
-// Waits until a rank has begun this call and has freed a slot of the row with the tag `last`, 0 for none.
+// Waits until a rank has begun the call before and has freed a slot of the row with the tag `last`, 0 for
+// none.
 __device__ inline bool await_room(const Call& call, const State& state, int to, int index = 0,
                                   u64 last = 0) {
     const u64* begun = &control(call, call.rank)->begun[to];
-    const u64* place = freed(call, call.rank, to, index);
+    const u64* from = freed(call, call.rank, to, index);
     const bool good = await(call, state, [&] {
-        return peek(begun) >= state.call && (!last || peek(place) == last) ? kReady : to;
+        return peek(begun) + 1 >= state.call && (!last || peek(from) == last) ? kReady : to;
     });
     fence();
     return good;
@@ -238,8 +247,8 @@ __device__ inline bool await_room(const Call& call, const State& state, int to, 
 
 __device__ inline bool await_flag(const Call& call, const State& state, int from, int index,
                                   u64 expected) {
-    const u64* place = flag(call, call.rank, from, index);
-    const bool good = await(call, state, [&] { return peek(place) == expected ? kReady : from; });
+    const u64* raised = flag(call, state, call.rank, from, index);
+    const bool good = await(call, state, [&] { return peek(raised) == expected ? kReady : from; });
     fence();
     return good;
 }
@@ -252,9 +261,9 @@ __device__ inline int after_first_warp() {
 }
 
 // One thread raises the flag of a slot that its block has filled, after __syncthreads.
-__device__ inline void raise(const Call& call, int to, int index, u64 tag) {
+__device__ inline void raise(const Call& call, const State& state, int to, int index, u64 tag) {
     fence();
-    poke(flag(call, to, call.rank, index), tag);
+    poke(flag(call, state, to, call.rank, index), tag);
 }
 
 __device__ inline void release(const Call& call, int from, int index, u64 tag) {

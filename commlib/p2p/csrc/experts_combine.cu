@@ -147,11 +147,11 @@ __device__ bool push_sums(const Call& call, const State& state, const int* rows,
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
         const int rank = sums[i].rank, token = sums[i].token, index = sums[i].index;
-        push_sum<T>(call, sums[i], slot(call, rank, call.rank, index));
+        push_sum<T>(call, sums[i], slot(call, state, rank, call.rank, index));
         __syncthreads();
         if (after_first_warp() == 0) {
             poke(used(call, rank, index), tag(state, token));
-            raise(call, rank, index, tag(state, token));
+            raise(call, state, rank, index, tag(state, token));
         }
     }
     return true;
@@ -213,14 +213,14 @@ __device__ bool push(const Call& call, const State& state) {
 
 // Adds the sums of `ranks`, in their order, and rounds once.
 template <class T>
-__device__ void take_sum(const Call& call, u32 ranks, int index, uint4* to) {
+__device__ void take_sum(const Call& call, const State& state, u32 ranks, int index, uint4* to) {
     constexpr int n = kItems<T>;
     const int vectors = call.row / 16;
     for (int begin = threadIdx.x; begin < vectors; begin += kHeld * kThreads) {
         float sum[kHeld][n] = {};
         bool added = false;
         for (u32 left = ranks; left; left &= left - 1, added = true) {
-            const char* at = slot(call, call.rank, __ffs(left) - 1, index);
+            const char* at = slot(call, state, call.rank, __ffs(left) - 1, index);
             const float4* from = reinterpret_cast<const float4*>(at);
 #pragma unroll
             for (int h = 0; h < kHeld; ++h) {
@@ -266,7 +266,7 @@ __device__ bool take(const Call& call, const State& state) {
         const bool good = threadIdx.x >= 32 || await_sums(call, state, token, from);
         if (!__syncthreads_and(good)) return false;
         const int index = token % call.slots;
-        take_sum<T>(call, from, index,
+        take_sum<T>(call, state, from, index,
                     reinterpret_cast<uint4*>(call.out) + static_cast<i64>(token) * vectors);
         const int peer = after_first_warp();  // the first warp goes on with the next token
         const bool releases = peer >= 0 && has(from, peer) && token + call.slots < call.tokens;

@@ -74,7 +74,7 @@ __device__ bool announce(const Call& call, const State& state) {
         const u64 value = static_cast<u64>(state.number()) << 32 | counters[index];
 #pragma unroll 1
         for (int r = 0; r < call.size; ++r) {
-            if (has(state.live, r)) poke(count(call, r, call.rank, index), value);
+            if (has(state.live, r)) poke(count(call, state, r, call.rank, index), value);
         }
     }
     return true;
@@ -83,10 +83,10 @@ __device__ bool announce(const Call& call, const State& state) {
 // Waits for a count of one rank; false when a rank was given up.
 __device__ inline bool await_count(const Call& call, const State& state, int from, int index,
                                    u32& value) {
-    const u64* place = count(call, call.rank, from, index);
+    const u64* counted = count(call, state, call.rank, from, index);
     u64 word = 0;
     const bool good = await(call, state, [&] {
-        word = peek(place);
+        word = peek(counted);
         return word >> 32 == state.number() ? kReady : from;
     });
     value = static_cast<u32>(word);

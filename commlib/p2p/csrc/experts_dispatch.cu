@@ -72,7 +72,7 @@ __device__ bool push(const Call& call, const State& state) {
         if (!__syncthreads_and(good)) return false;
         if (threadIdx.x < kRanks && has(plan.ranks, threadIdx.x)) {
             const int index = plan.row[threadIdx.x] % call.slots;
-            slots[threadIdx.x] = slot(call, threadIdx.x, call.rank, index) + header_bytes(call);
+            slots[threadIdx.x] = slot(call, state, threadIdx.x, call.rank, index) + header_bytes(call);
         }
         __syncthreads();
         const u32 ranks = Way::kOwnSlots ? plan.ranks : plan.ranks & ~(1u << call.rank);
@@ -92,7 +92,7 @@ __device__ bool push(const Call& call, const State& state) {
         const bool raises = peer >= 0 && has(plan.ranks, peer);
         const int row = raises ? plan.row[peer] : 0;
         __syncthreads();
-        if (raises) raise(call, peer, row % call.slots, tag(state, row));
+        if (raises) raise(call, state, peer, row % call.slots, tag(state, row));
     }
     return true;
 }
@@ -106,7 +106,7 @@ __device__ bool find_places(const Call& call, const State& state, int from, int 
     bool good = true;
     if (lane == 0) good = await_flag(call, state, from, index, tag(state, row));
     if (!__all_sync(kWarp, good)) return false;
-    const Header* header = reinterpret_cast<Header*>(slot(call, call.rank, from, index));
+    const Header* header = reinterpret_cast<Header*>(slot(call, state, call.rank, from, index));
     const int token = __ldcg(&header->token).x;
     int4 choice = make_int4(-1, 0, 0, 0);
     if (lane < call.choices) choice = __ldcg(&header->choice[lane]);
@@ -152,7 +152,7 @@ __device__ bool take(const Call& call, const State& state) {
     for (int row = taker / call.size; row < rows; row += workers) {
         good = threadIdx.x >= 32 || find_places<Known>(call, state, from, row, taken);
         if (!__syncthreads_and(good)) return false;
-        const char* at = slot(call, call.rank, from, row % call.slots) + header_bytes(call);
+        const char* at = slot(call, state, call.rank, from, row % call.slots) + header_bytes(call);
         if (!Way::kOwnSlots && from == call.rank) {
             at = call.x + static_cast<i64>(taken.token) * call.row;
         }

@@ -12,6 +12,7 @@ RANKS, EXPERTS, CHOICES, SLOTS = 16, 1024, 32, 4096  # as in experts.cuh
 INVERSE = 20  # bits of ExpertCall.inverse after the point; as in experts.cuh
 CALLS, LIMIT = 128, 136  # offsets of the number of calls and of limit_ns, in bytes
 _CONTROL, _WORD = 4096, 8  # bytes of control words, and of a word
+_HALVES = 2  # of counts, flags and slots: calls use them in turn
 _COUNTERS = EXPERTS + RANKS
 
 
@@ -50,13 +51,13 @@ class Layout:
     def __init__(self, size: int, room: int) -> None:
         words = size * SLOTS * _WORD  # one per slot
         self.count = _CONTROL
-        self.flag = self.count + size * _COUNTERS * _WORD
-        self.freed = self.flag + words
+        self.flag = self.count + _HALVES * size * _COUNTERS * _WORD
+        self.freed = self.flag + _HALVES * words
         self.used = self.freed + words
         self.progress = self.used + words
         self.slot = self.progress + nvrtc.MOST_BLOCKS * _WORD // VECTOR * VECTOR + VECTOR
-        self.share = room // size // VECTOR * VECTOR  # of one pair of ranks
-        self.nbytes = self.slot + self.share * size
+        self.share = room // _HALVES // size // VECTOR * VECTOR  # of one pair of ranks
+        self.nbytes = self.slot + _HALVES * self.share * size
 
 
 def slot_bytes(kind: int, spec: ExpertSpec) -> int:
