@@ -296,7 +296,13 @@ ELSEWHERE = {
     "random_routing",
 }
 # What commlib adds, by keyword only.
-OWN_ADDITIONS = {"assign_pos": ["total"], "c_split": ["legacy_grad"], "data_norm": ["behaviour"]}
+OWN_ADDITIONS = {
+    "assign_pos": ["total"],
+    "c_split": ["legacy_grad"],
+    "data_norm": ["behaviour"],
+    "global_gather": ["capacity"],
+    "global_scatter": ["capacity"],
+}
 
 
 def ordered(call: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from commlib import graph
 from commlib.compat import paddle
 from commlib.errors import DtypeError, RingError
 from tests.support.checks import assert_bits_equal, raises, sample
@@ -30,3 +31,22 @@ def test_legacy_names(comm: Any) -> None:
             call(x, counts, counts, -1)
         with raises(DtypeError, "global_count is torch.int32", "long()"):
             call(x, counts, counts.int())
+
+
+@runs_on("ranks", deadline=120)
+def test_a_legacy_step_with_a_capacity(comm: Any) -> None:
+    """With ``capacity`` the counts are on the device, and one graph serves others of them."""
+
+    def step(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        theirs = paddle.alltoall(counts, use_calc_stream=True)
+        there = paddle.global_scatter(x, counts, theirs, 0, True, capacity=4 * comm.size)
+        return paddle.global_gather(there * 2, counts, theirs, 0, True, capacity=len(x))
+
+    captured = graph.capture(step, outputs="copy")
+    x = sample(comm.rank, (2 * comm.size + 1, 3), torch.float64).to(comm.device)
+    for each in (1, 2, 0, 1):
+        counts = torch.full((comm.size,), each, dtype=torch.int64, device=comm.device)
+        rows = each * comm.size
+        want = torch.cat([x[:rows] * 2, torch.zeros_like(x[rows:])])
+        assert_bits_equal(step(x, counts), want, f"eager, {each} rows each")
+        assert_bits_equal(captured(x, counts), want, f"captured, {each} rows each")

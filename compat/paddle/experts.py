@@ -12,6 +12,8 @@ def global_scatter(
     global_count: torch.Tensor,
     ring_id: int = 0,
     use_calc_stream: bool = False,
+    *,
+    capacity: int | None = None,
 ) -> torch.Tensor:
     """Return the rows of all ranks for this rank's experts, by expert, then by sender.
 
@@ -25,16 +27,18 @@ def global_scatter(
         ring_id: The ring.
         use_calc_stream: True runs on the current stream, False on the ring's comm stream. Both are
             fenced.
+        capacity: As in ``ops.global_scatter``: rows of the result, with counts on the device, so
+            that a graph can be replayed with other counts. Upstream lacks it.
 
     Returns:
-        [sum(global_count), width].
+        [sum(global_count), width]; with ``capacity``, [capacity, width].
 
     Raises:
         ArgumentError: The counts do not match each other or ``x``.
     """
     ring_of("global_scatter", ring_id)
     return ops.global_scatter(
-        x, local_count, global_count, ring_id, use_calc_stream=use_calc_stream
+        x, local_count, global_count, ring_id, capacity=capacity, use_calc_stream=use_calc_stream
     )
 
 
@@ -44,6 +48,8 @@ def global_gather(
     global_count: torch.Tensor,
     ring_id: int = 0,
     use_calc_stream: bool = False,
+    *,
+    capacity: int | None = None,
 ) -> torch.Tensor:
     """Return this rank's rows from all experts, in the order before ``global_scatter``.
 
@@ -55,12 +61,15 @@ def global_gather(
         global_count: As in ``global_scatter``.
         ring_id: The ring.
         use_calc_stream: As in ``global_scatter``.
+        capacity: As in ``ops.global_gather``: rows of the result. Upstream lacks it.
 
     Returns:
-        [sum(local_count), width].
+        [sum(local_count), width]; with ``capacity``, [capacity, width].
 
     Raises:
         ArgumentError: The counts do not match each other or ``x``.
     """
     ring_of("global_gather", ring_id)
-    return ops.global_gather(x, local_count, global_count, ring_id, use_calc_stream=use_calc_stream)
+    return ops.global_gather(
+        x, local_count, global_count, ring_id, capacity=capacity, use_calc_stream=use_calc_stream
+    )
