@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import commlib
@@ -23,6 +24,7 @@ from tests.support.checks import (
 )
 from tests.support.formulas import AVERAGED, REAL, SUMMED, largest, mean, product, smallest, total
 from tests.support.operator import MODES, Operator, calls, compile_whole
+from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.suites import suite_of
 
@@ -96,31 +98,53 @@ def test_unsigned(comm: Any) -> None:
                 assert_bits_equal(all_reduce(x, op=op), want, f"{dtype} {op}")
 
 
-@runs_on("ranks")
-def test_mean_of_integers(comm: Any) -> None:
+def mean_of_integers(comm: Any, dtype: torch.dtype) -> None:
     """The sum wraps around in the dtype, as NCCL's does, and is then rounded towards zero."""
-    for dtype in (*INTEGERS, *UNSIGNED):
-        info = torch.iinfo(dtype)
-        ends = [info.min, info.max, 1, 0, info.max // 2 + 1, info.min // 2, 7, info.max - 2]
-        kind = str(dtype).removeprefix("torch.")
-        both = [rounded(np.array(ends[r:] + ends[:r], kind), dtype) for r in range(2)]
-        arrays, x = [wide(one) for one in both], both[comm.rank].to(comm.device)
-        if dtype in UNSIGNED and (comm.engine, comm.device.type) == ("c10d", "cuda"):
-            with raises(DtypeError, "no unsigned avg", "torch.int64"):
-                all_reduce(x, op="avg")
-            continue
-        want = mean(arrays, 0)
-        for mode in MODES.values():
-            given = all_reduce(x, op="avg", **mode)
-            given = given.wait() if mode is MODES["async"] else given
-            assert_bits_equal(given, want, f"all_reduce of {dtype}")
-        part = ops.reduce_scatter(x, op="avg")
-        own = slice(4 * comm.rank, 4 * comm.rank + 4)
-        assert_bits_equal(part, want[own], f"reduce_scatter of {dtype}")
-        if comm.rank == 0:
-            assert_bits_equal(ops.reduce(x, root=0, op="avg"), want, f"reduce of {dtype}")
-        else:
-            ops.reduce(x, root=0, op="avg")
+    info = torch.iinfo(dtype)
+    ends = [info.min, info.max, 1, 0, info.max // 2 + 1, info.min // 2, 7, info.max - 2]
+    values = np.resize(np.array(ends, str(dtype).removeprefix("torch.")), 8 * comm.size)
+    arrays = [np.roll(values, -rank) for rank in range(comm.size)]
+    x, want = rounded(arrays[comm.rank], dtype).to(comm.device), mean(arrays, 0)
+    for mode in MODES.values():
+        given = all_reduce(x, op="avg", **mode)
+        given = given.wait() if mode is MODES["async"] else given
+        assert_bits_equal(given, want, f"all_reduce of {dtype}")
+    part = ops.reduce_scatter(x, op="avg")
+    own = slice(8 * comm.rank, 8 * comm.rank + 8)
+    assert_bits_equal(part, want[own], f"reduce_scatter of {dtype}")
+    reduced = ops.reduce(x, root=0, op="avg")
+    if comm.rank == 0:
+        assert_bits_equal(reduced, want, f"reduce of {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *UNSIGNED], ids=str)
+def test_mean_of_integers(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks(mean_of_integers, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *UNSIGNED], ids=str)
+def test_mean_of_integers_of_more_ranks(many_ranks: Ranks, dtype: torch.dtype) -> None:
+    """Three ranks also divide by a number that is not a power of two."""
+    many_ranks(mean_of_integers, dtype)
+
+
+@runs_on("ranks")
+def test_mean_of_integers_in_a_group(comm: Any) -> None:
+    """It is divided after the launches of a group, which may have messages too."""
+    for dtype in (torch.int32, *UNSIGNED):
+        both = [sample(rank, (64,), dtype) for rank in range(2)]
+        x, taken = both[comm.rank].to(comm.device), torch.empty_like(both[0], device=comm.device)
+        out = torch.empty_like(x)
+        with comm.group():
+            comm.send(x, peer=1 - comm.rank)
+            comm.all_reduce(out, x, op="avg")
+            comm.recv(taken, peer=1 - comm.rank)
+        assert_bits_equal(out, mean([wide(one) for one in both], 0), f"mean of {dtype}")
+        assert_bits_equal(taken, both[1 - comm.rank], f"received {dtype}")
+
+
+@runs_on("ranks")
+def test_mean_of_integers_of_one_rank(comm: Any) -> None:
     alone = commlib.new_ring(40 + comm.rank, [comm.rank])
     assert alone is not None
     x = torch.tensor([-7, 7], device=comm.device)

@@ -19,7 +19,18 @@ from commlib.compat.c10d.backend import takes_subclasses
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.launching import Step
 from commlib.errors import ArgumentError, DtypeError
-from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
+from tests.support.checks import (
+    INTEGERS,
+    UNSIGNED,
+    assert_bits_equal,
+    assert_equal,
+    raises,
+    rounded,
+    sample,
+    wide,
+)
+from tests.support.formulas import mean
+from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, assert_same_as_stock, initialised
 
@@ -278,19 +289,35 @@ def test_premul_sum(ring: Any) -> None:
                 assert_equal(x.tolist(), total, "reduce")
 
 
-@runs_on("ranks")
-def test_mean_of_integers(ring: Any) -> None:
-    """Rounded towards zero, in place and in parts."""
+def mean_of_integers(ring: Any) -> None:
+    """The wrapped sum is rounded towards zero, in place, in parts, in lists and on a root."""
+    average, size = dist.ReduceOp.AVG, ring.size
     with initialised(ring, OURS[ring.device.type]):
-        x = torch.tensor([-7, 7, -1, 1], device=ring.device) - ring.rank * 2
-        part = x.new_empty(2)
-        dist.reduce_scatter_tensor(part, x, dist.ReduceOp.AVG)
-        dist.all_reduce(x, dist.ReduceOp.AVG)
-        assert_equal(x.tolist(), [-8, 6, -2, 0], "all_reduce")
-        assert_equal(part.tolist(), [[-8, 6], [-2, 0]][ring.rank], "reduce_scatter")
-        odd = torch.tensor([-4, 5], device=ring.device) + ring.rank
-        dist.all_reduce(odd, dist.ReduceOp.AVG)
-        assert_equal(odd.tolist(), [-3, 5], "rounded")
+        for dtype in (*INTEGERS, *UNSIGNED):
+            arrays = [wide(sample(rank, (4 * size,), dtype)) for rank in range(size)]
+            want, own = mean(arrays, 0), slice(4 * ring.rank, 4 * ring.rank + 4)
+            for later in (False, True):
+                x = rounded(arrays[ring.rank], dtype).to(ring.device)
+                part = torch.empty_like(x[:4])
+                waited(dist.reduce_scatter_tensor(part, x, average, async_op=later))
+                assert_bits_equal(part, want[own], f"reduce_scatter_tensor of {dtype}")
+                part = torch.empty_like(part)
+                waited(dist.reduce_scatter(part, list(x.chunk(size)), average, async_op=later))
+                assert_bits_equal(part, want[own], f"reduce_scatter of {dtype}")
+                reduced = x.clone()
+                waited(dist.reduce(reduced, 0, average, async_op=later))
+                if ring.rank == 0:
+                    assert_bits_equal(reduced, want, f"reduce of {dtype}")
+                waited(dist.all_reduce(x, average, async_op=later))
+                assert_bits_equal(x, want, f"all_reduce of {dtype}")
+
+
+def test_mean_of_integers(ranks: Ranks) -> None:
+    ranks(mean_of_integers)
+
+
+def test_mean_of_integers_of_more_ranks(many_ranks: Ranks) -> None:
+    many_ranks(mean_of_integers)
 
 
 @runs_on("ranks")

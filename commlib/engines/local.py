@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from commlib.engines.reductions import NATIVE
+from commlib.engines.reductions import NATIVE, UNSIGNED
 
 Tensor = torch.Tensor
 
@@ -45,10 +44,21 @@ def divide(target: Tensor, size: int) -> None:
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         if target.is_floating_point():
             target.div_(size)
-        elif target.dtype is torch.uint64:  # torch does not divide it
-            target.copy_(torch.from_numpy(target.numpy() // np.uint64(size)))
+        elif target.dtype in UNSIGNED:
+            _divide_unsigned(flat(target, UNSIGNED[target.dtype]), size)
         else:  # the size may not fit into the dtype of the elements
             target.copy_(target.to(torch.int64).div_(size, rounding_mode="trunc"))
+
+
+def _divide_unsigned(target: Tensor, size: int) -> None:
+    """Divide unsigned integers in place that are seen as signed ones, for torch divides no others.
+
+    The number is twice its half, and a lowest bit. Neither half nor remainders have a sign bit.
+    """
+    half = target.bitwise_right_shift(1).bitwise_and_(torch.iinfo(target.dtype).max)
+    quotient = half.div(size, rounding_mode="trunc")
+    rest = half.sub_(quotient, alpha=size).mul_(2).add_(target.bitwise_and(1))
+    target.copy_(quotient.mul_(2).add_(rest.div_(size, rounding_mode="trunc")))
 
 
 def rows(x: Tensor, segment: Any, first: str) -> Tensor:

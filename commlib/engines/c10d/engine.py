@@ -41,6 +41,7 @@ class C10dEngine(Engine):
 
     pg: Any = None
     _limit: Deadline | None = None  # of the calls that are launched now
+    _steps: list[Callable[[], object]] | None = None  # after the group of launches that is open
 
     def __init__(self, identity: RingIdentity, hosts: HostExchange, health: Health) -> None:
         super().__init__(identity, hosts, health)
@@ -108,10 +109,19 @@ class C10dEngine(Engine):
                 one._limit = None
 
     def _reduced(self, work: Any, out: Tensor, plan: Plan) -> Any:
-        if plan.divides:  # complex numbers by their parts, unsigned ones as what they are
-            target = flat(out, plan.dtype) if plan.dtype.is_floating_point else out
-            return Then(self, work, lambda: divide(target, self.size))
-        return self._issued(work)
+        if not plan.divides:
+            return self._issued(work)
+        # complex numbers by their parts, unsigned ones as what they are
+        target = flat(out, plan.dtype) if plan.dtype.is_floating_point else out
+        step = partial(divide, target, self.size)
+        if self.on_host:
+            return Then(self, work, step)
+        self._issued(work)
+        if self._steps is None:
+            step()
+        else:
+            self._steps.append(step)
+        return None
 
     def all_reduce(self, out: Tensor, x: Tensor, plan: Plan) -> Any:
         """Launch an all_reduce of the process group."""
@@ -217,12 +227,17 @@ class C10dEngine(Engine):
             yield
             return
         self.pg._start_coalescing(self.device)
+        outer = self._steps
+        steps = self._steps = []
         try:
             yield
         finally:
+            self._steps = outer
             work = self.pg._end_coalescing(self.device)
         if work is not None:
             work.wait()
+        for step in steps:
+            step()
 
     # -- the end -----------------------------------------------------------------------------------
 

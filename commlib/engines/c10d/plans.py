@@ -43,18 +43,14 @@ def plan_of(dtype: torch.dtype, reduction: ReductionSpec, *, on_host: bool) -> P
     Raises:
         DtypeError: NCCL does not reduce the dtype in that way.
     """
-    if not on_host and dtype in UNSIGNED and reduction.op == "avg":
-        raise DtypeError(
-            f"avg of {dtype} is refused: torch.distributed has no unsigned avg on GPUs; cast "
-            f"to torch.int64"
-        )
     if not on_host and reduction.op in BITWISE:
         raise DtypeError(
             f"{reduction.op} of {dtype} is refused: NCCL has no bitwise reduction; call "
             f"all_gather and combine the parts with torch.bitwise_{reduction.op[1:]}"
         )
-    # gloo has no mean on every torch we support: sum, then divide.
-    divides = on_host and reduction.op == "avg"
+    # gloo has no mean on every torch we support, and unsigned integers travel as signed ones, whose
+    # mean is another one: sum, then divide.
+    divides = reduction.op == "avg" and (on_host or dtype in UNSIGNED)
     op = dist.ReduceOp.SUM if divides else _OPS[reduction.op]
     options = options_of(c10d.AllreduceOptions)
     options.reduceOp = op
