@@ -17,9 +17,8 @@ import torch
 
 import commlib
 import commlib.graph
-from commlib.errors import (
-    ArgumentError,
-)
+from commlib import ops
+from commlib.errors import ArgumentError
 from commlib.p2p import kernel_table, peer_memory
 from tests.support.checks import (
     assert_bits_equal,
@@ -176,48 +175,74 @@ def test_movements_of_more_ranks(many_ranks: Ranks) -> None:
         many_ranks(movements, part)
 
 
+# The calls of a script, and how often each of them is chosen.
+KINDS = {"sum": 11, "gather": 2, "scatter": 2, "exchange": 2, "experts": 2, "begin": 2}
+MOST, TOKENS, WIDTH = 1 << 19, 64, 64
+
+
 class Script:
     """The same mixed calls on every rank, each checked against what they must give."""
 
     def __init__(self, comm: Any, seed: int) -> None:
         self.comm, self.dice = comm, random.Random(seed)
-        most = 1 << 19
         # Whole numbers whose sums are exact: right in any order, so on every engine.
-        self.inputs = [
-            rounded(np.random.default_rng(r).integers(-16, 17, most), torch.bfloat16)
+        inputs = [
+            rounded(np.random.default_rng(r).integers(-16, 17, MOST), torch.bfloat16)
             for r in range(comm.size)
         ]
-        self.x = self.inputs[comm.rank].to(comm.device)
-        self.out = torch.zeros(most, dtype=torch.bfloat16, device=comm.device)
+        self.inputs = [x.to(comm.device) for x in inputs]
+        self.x = self.inputs[comm.rank]
+        self.out = torch.zeros(MOST, dtype=torch.bfloat16, device=comm.device)
         self.gathered = torch.zeros(comm.size << 12, dtype=torch.bfloat16, device=comm.device)
-        self.total = reduced(self.inputs, "sum").to(comm.device)
+        self.total = reduced(inputs, "sum").to(comm.device)
 
     def call(self, check: bool) -> None:
         """Make one call of a random kind and size."""
-        comm, items = self.comm, 1 << self.dice.randrange(0, 19)
+        items = 1 << self.dice.randrange(0, 19)
         items = self.dice.randint(items, 2 * items)
-        kind = self.dice.random()
-        if kind < 0.7:
-            comm.all_reduce(self.out[:items], self.x[:items])
-            wrong = check and not torch.equal(self.out[:items], self.total[:items])
-        elif kind < 0.8:
-            part = self.x[: (items % 4096) + 1]
-            gathered = self.gathered[: comm.size * len(part)]
-            comm.all_gather(gathered, part)
-            want = torch.cat([x[: len(part)] for x in self.inputs])
-            wrong = check and not torch.equal(gathered.cpu(), want)
-        elif kind < 0.9:
-            whole = self.x[: items // comm.size * comm.size]
-            part = self.out[: len(whole) // comm.size]
-            comm.reduce_scatter(part, whole)
-            own = self.total[: len(whole)].chunk(comm.size)[comm.rank] if len(whole) else part
-            wrong = check and not torch.equal(part, own)
-        else:
-            work = comm.all_reduce_begin(self.out[:items], self.x[:items])
-            self.x.add_(0)
-            work.wait()
-            wrong = check and not torch.equal(self.out[:items], self.total[:items])
-        assert_equal(wrong, False, f"{items} items, kind {kind}")
+        kind = self.dice.choices(list(KINDS), list(KINDS.values()))[0]
+        found, want = getattr(self, kind)(items)
+        assert_equal(check and not torch.equal(found, want), False, f"{kind} of {items} items")
+
+    def sum(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.comm.all_reduce(self.out[:items], self.x[:items])
+        return out, self.total[:items]
+
+    def begin(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+        work = self.comm.all_reduce_begin(self.out[:items], self.x[:items])
+        self.x.add_(0)
+        return work.wait(), self.total[:items]
+
+    def gather(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+        count = items % 4096 + 1
+        out = self.comm.all_gather(self.gathered[: self.comm.size * count], self.x[:count])
+        return out, torch.cat([x[:count] for x in self.inputs])
+
+    def scatter(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+        count = items // self.comm.size
+        out = self.comm.reduce_scatter(self.out[:count], self.x[: count * self.comm.size])
+        return out, self.part(self.total, count)
+
+    def exchange(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+        count = items // self.comm.size
+        whole = count * self.comm.size
+        out = self.comm.all_to_all(self.out[:whole], self.x[:whole])
+        return out, torch.cat([self.part(x, count) for x in self.inputs])
+
+    def part(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Return this rank's part of ``count`` items."""
+        return x[self.comm.rank * count : (self.comm.rank + 1) * count]
+
+    def experts(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send tokens to two experts each, which multiply them by the number of their rank + 1."""
+        comm, tokens = self.comm, items % TOKENS + 1
+        x = self.x[: tokens * WIDTH].view(tokens, WIDTH)
+        first = torch.arange(tokens, device=comm.device) + items + comm.rank
+        ids = torch.stack([first, first + 1], 1) % (2 * comm.size)
+        sent = ops.expert_dispatch(x, ids, 2 * comm.size, TOKENS * comm.size, comm.ring_id)
+        out = ops.expert_combine(sent.rows * (comm.rank + 1), sent.handle)
+        factors = (ids // 2 + 1).sum(1, keepdim=True)
+        return out, x * factors  # whole numbers below 256: exact
 
 
 def mixed(comm: Any, count: int, seed: int) -> None:
