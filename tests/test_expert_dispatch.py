@@ -82,16 +82,29 @@ def test_values_of_four(new_ranks: NewRanks) -> None:
         ranks(values, range(16, 22))
 
 
+def gradients_of_one(ring: Any, routing: Routing, dtype: torch.dtype) -> None:
+    """Compare all gradients of a layer on a ring of one rank with the definition."""
+    [x], [grad] = (tokens_of(routing, 16, dtype, seed) for seed in (0, 9))
+    arguments = given(routing, ring, ring_id=ring.ring_id)
+    x, weights = x.to(ring.device).requires_grad_(), arguments["weights"].requires_grad_()
+    sent = ops.expert_dispatch(x, **arguments)
+    ops.expert_combine(sent.rows, sent.handle).backward(grad.to(ring.device))
+    grads, what = [wide(grad)], f"{dtype} {routing}"
+    of_rows = rounded(routing.gradient_of_y(grads, 0), dtype)
+    expected = routing.combined([wide(of_rows)], 0, weighted=False)
+    assert_bits_equal(x.grad, rounded(expected, dtype), f"gradient of x {what}")
+    expected = routing.gradient_of_weights(grads, [wide(sent.rows)], 0).astype("f4")
+    assert_bits_equal(weights.grad, expected, f"gradient of weights {what}", atol=2e-5)
+
+
 @runs_on("ranks")
 def test_a_ring_of_one(comm: Any) -> None:
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
-    routing = random_routing(1, 3, tokens=[6])
-    [x], ids = tokens_of(routing, 8, torch.float32), given(routing, ring)
-    sent = ops.expert_dispatch(x.to(ring.device), ring_id=ring, **ids)
-    assert_bits_equal(sent.rows, routing.dispatched([wide(x)], 0), "rows")
-    out = ops.expert_combine(sent.rows, sent.handle)
-    assert_bits_equal(out, routing.combined([wide(sent.rows)], 0), "combined")
+    for seed in range(8):
+        routing, dtype = random_routing(1, seed), DTYPES[seed % 4]
+        checked(ring, routing, dtype, ring_id=ring.ring_id)
+        gradients_of_one(ring, random_routing(1, seed, tokens=[seed + 1]), dtype)
     commlib.close_ring(ring.ring_id)
 
 

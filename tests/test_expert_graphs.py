@@ -1,14 +1,17 @@
 """Captured expert layers: replays with other choices, masks and overflows give eager's bits."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from commlib import graph, ops
 from commlib.errors import CapacityError
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, sample, settle
 from tests.support.experts import differing_bytes
-from tests.support.operator import calls
+from tests.support.operator import calls, compile_whole
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
 
@@ -160,6 +163,44 @@ def test_masks(ranks: Ranks) -> None:
 
 def test_masks_of_many_ranks(many_ranks: Ranks) -> None:
     many_ranks(masks)
+
+
+def in_8_bits(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, active: Any) -> Any:
+    """Return the rows and their scales, and the sums of what these stand for."""
+    sent = ops.expert_dispatch(
+        x, ids, EXPERTS, CAPACITY, weights=weights, on_overflow="drop", quantize="fp8"
+    )
+    assert sent.scales is not None
+    rows = sent.rows.float().unflatten(2, (-1, 128)) * sent.scales[..., None]
+    return sent.rows.clone(), sent.scales.clone(), ops.expert_combine(rows.flatten(2), sent.handle)
+
+
+def with_mask(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, active: Any) -> Any:
+    sent = ops.expert_dispatch(
+        x, ids, EXPERTS, CAPACITY, weights=weights, on_overflow="drop", active=active
+    )
+    return ops.expert_combine(sent.rows * 2, sent.handle), sent.counts.clone()
+
+
+def transformed(comm: Any, call: Callable[..., Any], mode: str) -> None:
+    """Compiled and captured calls have eager's bits, with other choices and masks each time."""
+    make = compile_whole if mode == "compiled" else partial(graph.capture, outputs="copy")
+    fast = make(call)
+    for seed in range(6):
+        x = sample(comm.rank, (TOKENS, 256), torch.float32, seed).to(comm.device)
+        x[seed % TOKENS, :128] = 0  # a scale without a magnitude
+        active = torch.ones(comm.size, dtype=torch.uint8, device=comm.device)
+        active[seed % comm.size] = seed % 2
+        arguments = x, *batch(comm, seed)[1:], active
+        compare(fast(*arguments), call(*arguments), f"{mode} {seed}")
+    if mode == "captured":
+        check_replays(fast, 5)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "captured"])
+@pytest.mark.parametrize("call", [in_8_bits, with_mask])
+def test_options_of_a_dispatch(ranks: Ranks, call: Callable[..., Any], mode: str) -> None:
+    ranks(transformed, call, mode, deadline=120)
 
 
 @runs_on("ranks")
