@@ -1,6 +1,7 @@
 """The push kernels when a peer is late, lost or can't compile, and after a reset."""
 
 import contextlib
+import gc
 import os
 import signal
 from typing import Any
@@ -40,12 +41,29 @@ def test_a_rank_that_cannot_compile(comm: Any) -> None:
             assert_equal(set(ring.all_reduce(x, x).tolist()), {float(comm.size)}, "sum")
 
 
-def call_without_the_last_rank(ring: Any, how: str, graph: Any, out: Any, x: Any) -> None:
+def recorded(ring: Any, collective: str, items: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return a graph of a collective, its input and its output, with parts of ``items``."""
+    if collective == "all_reduce":
+        return captured(ring, items)  # which has several calls
+    whole = torch.zeros(ring.size * items, dtype=torch.bfloat16, device=ring.device)
+    x = torch.zeros_like(whole[:items] if collective == "all_gather" else whole)
+    out = torch.zeros_like(whole[:items] if collective == "reduce_scatter" else whole)
+    getattr(ring, collective)(out, x)
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()  # a graph of another test that goes in a capture would end it
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        getattr(ring, collective)(out, x)
+    return graph, x, out
+
+
+def call_without_the_last_rank(
+    ring: Any, how: str, collective: str, graph: Any, out: Any, x: Any
+) -> None:
     """Call what the last rank does not: the results are NaN, and what follows moves nothing."""
     for _ in range(3):  # what follows the fault leaves at once
         if how == "eager":
             with contextlib.suppress(PeerTimeout, RingError):
-                ring.all_reduce(out, x)
+                getattr(ring, collective)(out, x)
         else:
             graph.replay()
     torch.cuda.synchronize()
@@ -59,23 +77,24 @@ def call_without_the_last_rank(ring: Any, how: str, graph: Any, out: Any, x: Any
         assert_equal(ring._engine._push._word.value, kept, "the same fault")
 
 
-def late(comm: Any, how: str) -> None:
+def late(comm: Any, how: str, collective: str) -> None:
     """A peer that does not come is named on every rank; reset() repairs, graphs stay valid."""
     last = comm.rank == comm.size - 1
     with another(comm, 83, timeout=LATE_S) as ring:
-        graph, x, out = captured(ring, 300_000 if how == "large graph" else 1000)
+        items = 300_000 if how == "large graph" else 1000
+        graph, x, out = recorded(ring, collective, items)
         torch.cuda.synchronize()
         ring.exchange([])
         if not last:
-            call_without_the_last_rank(ring, how, graph, out, x)
+            call_without_the_last_rank(ring, how, collective, graph, out, x)
         comm.exchange([])
         if last and how != "eager":
             graph.replay()  # too late
         if last and how == "eager":
             with contextlib.suppress(PeerTimeout):
-                ring.all_reduce(out, x)
+                getattr(ring, collective)(out, x)
         torch.cuda.synchronize()
-        words = (f"waiting for rank {comm.size - 1}", "all_reduce", "(call", f"{LATE_S:g} s")
+        words = (f"waiting for rank {comm.size - 1}", collective, "(call", f"{LATE_S:g} s")
         seen = ring._health.fault is not None
         with raises(RingError if seen else PeerTimeout, *(("reset()",) if seen else words)):
             ring.check()
@@ -83,18 +102,29 @@ def late(comm: Any, how: str) -> None:
             any(words[0] in text for text in ring._errors()), True, f"errors {ring._errors()}"
         )
         ring.reset()
+        summed = comm.size if "reduce" in collective else 1
         for turn in range(3):
             x.fill_(turn + 1)
             graph.replay()
-            assert_equal(set(out.tolist()), {comm.size * (turn + 1.0)}, "replay after reset")
-            ring.all_reduce(out, x)
+            assert_equal(set(out.tolist()), {summed * (turn + 1.0)}, "replay after reset")
+            getattr(ring, collective)(out, x)
+            assert_equal(set(out.tolist()), {summed * (turn + 1.0)}, "call after reset")
         torch.cuda.synchronize()
         ring.check()
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "large graph"])
-def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str) -> None:
-    gpu_ranks(late, how)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_a_peer_that_does_not_come(gpu_ranks: Ranks, how: str, collective: str) -> None:
+    gpu_ranks(late, how, collective)
+
+
+@runs_on("gpu_ranks")
+def test_a_peer_that_does_not_come_to_a_large_call(comm: Any) -> None:
+    late(comm, "large graph", "all_reduce")
 
 
 @runs_on("gpu_ranks")
@@ -128,8 +158,9 @@ def test_calls_of_nccl_after_a_lost_peer(comm: Any) -> None:
         ring.check()
 
 
-def test_a_peer_that_does_not_come_of_more(many_gpu_ranks: Ranks) -> None:
-    many_gpu_ranks(late, "graph")
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_peer_that_does_not_come_of_more(many_gpu_ranks: Ranks, collective: str) -> None:
+    many_gpu_ranks(late, "graph", collective)
 
 
 @runs_on("unified_ranks", lost=frozenset([1]), deadline=90)

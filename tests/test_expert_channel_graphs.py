@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from tests.test_custom_allreduce import another
 from tests.test_expert_channel import LAUNCHES, channel_of, check, counted
 
 LATE_S = 5.0  # a ring must be created within it, on a busy machine too
+PAUSE, KILLED_S = 3_000_000_000, 0.5  # cycles, at least 1.5 s; seconds after the start of a replay
 TOKENS, TOP_K, EXPERTS, CAPACITY, WIDTH = 12, 3, 5, 9, 64
 Mask = tuple[bool, ...] | None
 
@@ -40,7 +42,8 @@ Mask = tuple[bool, ...] | None
 class Captured:
     """A dispatch and a combine of its rows in one graph, over tensors that tests change."""
 
-    def __init__(self, ring: Any, **how: Any) -> None:
+    def __init__(self, ring: Any, pause: int = 0, **how: Any) -> None:
+        """``pause``: cycles that the graph sleeps between the two calls."""
         self.ring, device = ring, ring.device
         self.x = torch.zeros(TOKENS, WIDTH, device=device, dtype=torch.bfloat16)
         self.ids = torch.full((TOKENS, TOP_K), -1, device=device)
@@ -51,13 +54,14 @@ class Captured:
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.run()
-
+            self.run(pause)
         self.replays = 0
         self._cases: dict[Any, Case] = {}
 
-    def run(self) -> None:
+    def run(self, pause: int = 0) -> None:
         self.sent = ops.expert_dispatch(self.x, self.ids, EXPERTS, CAPACITY, **self.how)
+        if pause:
+            torch.cuda._sleep(pause)
         self.out = ops.expert_combine(self.sent.rows, self.sent.handle)
 
     def case(self, seed: int, active: Mask = None) -> "Case":
@@ -154,10 +158,10 @@ def test_calls_on_several_streams(comm: Any) -> None:
         captured.check_replays(8 * LAUNCHES)
 
 
-@runs_on("gpu_ranks", deadline=120)
-def test_a_peer_that_misses_a_replay(comm: Any) -> None:
-    """It is named on every rank; reset() repairs, and the graph stays valid."""
+def missed_replay(comm: Any) -> None:
+    """The last rank is named on every rank; reset() repairs, and the graph stays valid."""
     channel_of(comm)  # compiles the kernels
+    late = comm.size - 1
     with another(comm, 96, timeout=LATE_S) as ring:
         captured = Captured(ring, on_overflow="drop")
         for _ in range(3):
@@ -166,7 +170,7 @@ def test_a_peer_that_misses_a_replay(comm: Any) -> None:
         captured.check_replays()
         ring.exchange([])
         for turn in range(2):
-            if (comm.rank == 0) == (turn == 0):  # rank 1 is too late
+            if (comm.rank != late) == (turn == 0):
                 captured.replay(1)
                 captured.replay(1)  # what follows the fault leaves at once
                 torch.cuda.synchronize(comm.device)
@@ -175,7 +179,7 @@ def test_a_peer_that_misses_a_replay(comm: Any) -> None:
             assert_equal(bool(floats.isnan().all()), True, "results are NaN")
         assert_equal(captured.sent.handle.positions.unique().tolist(), [-1], "positions")
         assert_equal(captured.sent.counts.unique().tolist(), [0], "counts")
-        words = "waiting for rank 1", "expert_dispatch", f"{LATE_S:g} s", "reset()"
+        words = f"waiting for rank {late}", "expert_dispatch", f"{LATE_S:g} s", "reset()"
         with raises(PeerTimeout, *words):
             ring.check()
         ring.reset()
@@ -185,6 +189,17 @@ def test_a_peer_that_misses_a_replay(comm: Any) -> None:
         check(ring, drawn(comm.size, 1), torch.float16)
         counted(ring, 2 * 3 + LAUNCHES)  # since the reset
         ring.check()
+
+
+@runs_on("gpu_ranks", deadline=120)
+def test_a_peer_that_misses_a_replay(comm: Any) -> None:
+    missed_replay(comm)
+
+
+def test_a_peer_of_more_ranks_misses_a_replay(new_gpu_ranks: NewRanks) -> None:
+    """Both others wait for it, and neither names the other one."""
+    with new_gpu_ranks(3) as ranks:
+        ranks(missed_replay, deadline=200)
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -212,16 +227,23 @@ def test_a_peer_that_misses_a_combine(comm: Any) -> None:
 
 @runs_on("gpu_ranks", lost=frozenset([1]), deadline=120)
 def test_a_peer_killed_in_a_replay(comm: Any) -> None:
+    """It dies while its graph sleeps between the two calls: its sums are missing."""
     channel_of(comm)  # compiles the kernels
     ring = commlib.new_ring(98, range(comm.size), timeout=LATE_S)
     assert ring is not None
-    captured = Captured(ring, on_overflow="drop")
-    for turn in range(50):
-        captured.replay(1)
-        if comm.rank == 1 and turn == 30:
-            os.kill(os.getpid(), signal.SIGKILL)
+    captured, channel = Captured(ring, PAUSE, on_overflow="drop"), channel_of(ring)
+    captured.replay(1)
+    captured.check(1, "before")
+    ring.exchange([])
+    captured.replay(1)
+    if comm.rank == 1:
+        time.sleep(KILLED_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    captured.replay(1)  # what follows the fault leaves at once
+    settle(comm)
+    with raises(PeerTimeout, "waiting for rank 1", "expert_combine"):
+        channel.check()
     with raises((PeerTimeout, RingError, CommTimeout, EngineError), "rank 1"):
-        settle(comm)
         ring.check()
     assert_equal(bool(captured.out.isnan().all()), True, "results are NaN")
     assert_equal(float(torch.ones(5, device=comm.device).sum()), 5.0, "the device still works")
