@@ -3,7 +3,7 @@
 import torch
 
 import commlib
-from commlib import ops
+from commlib import graph, ops
 from commlib.engines.reduction_names import RingReduction
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -75,7 +75,9 @@ def experts(comm: commlib.CommContext) -> None:
                 there_and_back(comm, tokens if comm.rank + 1 < comm.size else 0, dtype, ids)
         quantized(comm, tokens)
     masked_and_dropped(comm)
+    left_out(comm)
     counted_rows(comm)
+    replayed(comm)
 
 
 def choices(comm: commlib.CommContext, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -123,6 +125,37 @@ def masked_and_dropped(comm: commlib.CommContext) -> None:
     all_are(sent.handle.demand, 6 * comm.size)
     total = ops.expert_combine(sent.rows, sent.handle)
     assert float(total.sum()) == (64 if comm.rank == 0 else 0), total
+
+
+def left_out(comm: commlib.CommContext) -> None:
+    """Leave the last rank out by a mask: its expert gets no row, and its tokens no result."""
+    x = torch.ones(3 * comm.size, 64, device=comm.device)
+    active = torch.ones(comm.size, dtype=torch.uint8, device=comm.device)
+    active[-1] = 0
+    ids = torch.arange(3 * comm.size, device=comm.device) % comm.size  # an expert of each rank
+    sent = ops.expert_dispatch(x, ids, comm.size, len(x) * comm.size, active=active)
+    used_are(sent.rows, sent.counts, 1)
+    remaining = comm.size - 1
+    takes_part = comm.rank < remaining
+    assert sent.counts.tolist() == [3 * remaining if takes_part else 0], sent.counts
+    total = ops.expert_combine(sent.rows, sent.handle)
+    assert float(total.sum()) == (3 * 64 * remaining if takes_part else 0), total
+
+
+def replayed(comm: commlib.CommContext) -> None:
+    """Capture a dispatch, a combine and a sum, and replay them once with another input."""
+    ids, number = choices(comm, 5, torch.int64)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        sent = ops.expert_dispatch(x, ids, number, 10 * comm.size)
+        return ops.all_reduce(ops.expert_combine(sent.rows, sent.handle))
+
+    captured = graph.capture(step, outputs="copy")
+    for value in (1, 3):
+        all_are(
+            captured(torch.full((5, 64), float(value), device=comm.device)), 2 * value * comm.size
+        )
+    assert [row["replays"] for row in graph.report(captured)] == [1], graph.report(captured)
 
 
 def counted_rows(comm: commlib.CommContext) -> None:
