@@ -51,6 +51,15 @@ def test_unknown_names() -> None:
         _ = dist.zzz  # type: ignore[attr-defined]
 
 
+def test_reasons() -> None:
+    with pytest.raises(AttributeError, match=r"call torch\.distributed\.get_backend.*'commlib'"):
+        _ = dist.get_backend  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"leave it away: push kernels"):
+        _ = dist.enable_symm_mem_for_group  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"did you mean 'set_backend'"):
+        _ = dist.set_backen  # type: ignore[attr-defined]
+
+
 def test_switches_of_the_logger() -> None:
     logger = Counters(enabled=True, all=False)
     x = torch.ones(2)

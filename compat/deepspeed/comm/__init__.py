@@ -151,12 +151,22 @@ __all__ = [
     "timed_op",
 ]
 
+_REASONS = {
+    "enable_symm_mem_for_group": "leave it away: push kernels of rings map the memory of peers by "
+    "themselves; operators of torch.ops.symm_mem need a group of torch's nccl, which "
+    "torch.distributed._symmetric_memory.enable_symm_mem_for_group prepares",
+    "get_backend": "call torch.distributed.get_backend; groups of rings have 'commlib'",
+}
+
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:
         """Refuse an unknown name, with the nearest one or the way round."""
+        reason = _REASONS.get(name)
         near = get_close_matches(name, __all__, 1, 0.8)
-        if near:
+        if reason is not None:
+            pass
+        elif near:
             reason = f"did you mean {near[0]!r}?"
         elif hasattr(torch.distributed, name):
             reason = f"call torch.distributed.{name}"
