@@ -405,6 +405,30 @@ def test_one_process() -> None:
     assert rounds == life * 2
 
 
+# The data that ``second`` shows depends on which tensor is the input.
+EXCHANGE = """
+import torch
+import commlib.compat.paddle.distributed as dist
+
+dist.init_parallel_env()
+first, second = torch.ones(2), torch.zeros(2)
+dist.alltoall_single(in_tensor=first, out_tensor=first.clone())
+for _ in range(2):
+    dist.alltoall_single(first, second)
+print(first.tolist(), second.tolist())
+"""
+
+
+@pytest.mark.parametrize("release", ["", "2", "3"])
+def test_release_in_the_environment(release: str) -> None:
+    """A script of Paddle 3 changes its imports alone; without the flag one warning names it."""
+    code, out, err = run("-c", EXCHANGE, FLAGS_comm_paddle_version=release)
+    assert code == 0, err
+    assert out.strip() == ("[0.0, 0.0] [0.0, 0.0]" if release == "3" else "[1.0, 1.0] [1.0, 1.0]")
+    words = "alltoall_single: read as in Paddle 2, input first"
+    assert err.count(words) == (release == ""), err
+
+
 HYBRID = """
 import torch
 from commlib.compat.paddle.distributed import destroy_process_group, fleet

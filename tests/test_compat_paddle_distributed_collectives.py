@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import commlib.compat.paddle.distributed as dist
+from commlib import flags
 from commlib.compat.paddle.distributed import stream
 from commlib.errors import ArgumentError, DtypeError, PeerError, ShapeError
 from commlib.rendezvous import host_exchange
@@ -149,6 +150,53 @@ def test_the_input_is_first_without_stream(ring: Any) -> None:
     dist.alltoall_single(x, out, rows, [1 + 2 * ring.rank] * 2)
     want = torch.cat([torch.from_numpy(array).split(rows)[ring.rank] for array in arrays])
     assert_bits_equal(out, want, "in_split_sizes first")
+
+
+@runs_on("ranks")
+def test_paddle_3_takes_the_output_first(ring: Any) -> None:
+    x, arrays = given(ring)
+    want = torch.cat([torch.from_numpy(array).chunk(2)[ring.rank] for array in arrays])
+    parts, rows = list(x.chunk(2)), [1, 3]
+    takes = [1 + 2 * ring.rank] * 2
+    with flags.override(flags.PADDLE_VERSION, 3):
+        outputs: list[Tensor] = []
+        dist.alltoall(outputs, parts)
+        assert_bits_equal(torch.cat(outputs), want, "alltoall")
+        outputs = []
+        dist.alltoall(outputs, in_tensor_list=parts)
+        assert_bits_equal(torch.cat(outputs), want, "one keyword")
+        out = torch.empty_like(x)
+        dist.alltoall_single(out, x)
+        assert_bits_equal(out, want, "alltoall_single")
+        out = torch.empty(sum(takes), 3, device=ring.device)
+        dist.alltoall_single(out, x, rows, takes)
+        with raises(TypeError, "out_tensor"):
+            dist.alltoall_single(out, out_tensor=x)
+        with raises(ArgumentError, "in_tensor_list"):
+            dist.alltoall(parts, [])
+    want = torch.cat([torch.from_numpy(array).split(rows)[ring.rank] for array in arrays])
+    assert_bits_equal(out, want, "in_split_sizes first")
+    with flags.override(flags.PADDLE_VERSION, 2):
+        dist.alltoall_single(x, out, rows, takes)
+    assert_bits_equal(out, want, "the order of Paddle 2")
+
+
+@pytest.mark.parametrize("release", [0, 2, 3])
+@runs_on("ranks")
+def test_keywords_of_an_exchange(ring: Any, release: int) -> None:
+    """They mean the same in every release."""
+    x, arrays = given(ring)
+    want = torch.cat([torch.from_numpy(array).chunk(2)[ring.rank] for array in arrays])
+    outputs: list[Tensor] = []
+    out = torch.empty_like(x)
+    with flags.override(flags.PADDLE_VERSION, release):
+        dist.alltoall(out_tensor_list=outputs, in_tensor_list=list(x.chunk(2)))
+        dist.alltoall_single(in_tensor=x, out_tensor=out)
+        assert_bits_equal(torch.cat(outputs), want, "alltoall")
+        assert_bits_equal(out, want, "alltoall_single")
+        out = torch.empty_like(x)
+        stream.alltoall_single(out, x)
+        assert_bits_equal(out, want, "stream")
 
 
 @runs_on("ranks")

@@ -70,6 +70,13 @@ def test_unknown_number_of_replays(text: str) -> None:
     assert flags.get("FLAGS_graph_drift") == 0
 
 
+@pytest.mark.parametrize("text", ["1", "2.6", "4", "", "paddle"])
+def test_unknown_release(text: str) -> None:
+    with pytest.raises(FlagError, match="not a release of Paddle"):
+        flags.set("FLAGS_comm_paddle_version", text)
+    assert flags.get("FLAGS_comm_paddle_version") == 0
+
+
 def test_unknown_text_is_an_error_at_import() -> None:
     code, _, err = run("-c", "import commlib", **{NAME: "perhaps"})
     assert code == 1

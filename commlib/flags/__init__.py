@@ -30,6 +30,7 @@ from commlib.flags.registry import (
 from commlib.flags.registry import GRAPH_DRIFT as GRAPH_DRIFT
 from commlib.flags.registry import GRAPH_VERIFY as GRAPH_VERIFY
 from commlib.flags.registry import MALLOC_ASYNC as MALLOC_ASYNC
+from commlib.flags.registry import PADDLE_VERSION as PADDLE_VERSION
 from commlib.flags.registry import RUN_TOKEN as RUN_TOKEN
 from commlib.flags.registry import TIMEOUT as TIMEOUT
 from commlib.flags.registry import TORCH_BACKEND as TORCH_BACKEND

@@ -17,6 +17,7 @@ RUN_TOKEN: Final = "FLAGS_comm_run_token"
 TORCH_BACKEND: Final = "FLAGS_comm_torch_backend"
 GRAPH_VERIFY: Final = "FLAGS_graph_verify"
 GRAPH_DRIFT: Final = "FLAGS_graph_drift"
+PADDLE_VERSION: Final = "FLAGS_comm_paddle_version"
 MALLOC_ASYNC: Final = "FLAGS_use_cuda_malloc_async_allocator"
 
 Value: TypeAlias = bool | int | float | str
@@ -32,6 +33,7 @@ Number: TypeAlias = Literal[
     "FLAGS_comm_async_blocks",
     "FLAGS_comm_check",
     "FLAGS_graph_drift",
+    "FLAGS_comm_paddle_version",
 ]
 Text: TypeAlias = Literal["FLAGS_comm_run_token"]
 Schedule: TypeAlias = Literal["FLAGS_graph_verify"]
@@ -117,6 +119,14 @@ FLAGS = {
             False,
             "torch.distributed makes rings for nccl, gloo and the default backend (1); read by "
             "`import torch`",
+        ),
+        Flag(
+            PADDLE_VERSION,
+            "release",
+            values.release,
+            0,
+            "release of Paddle whose order of arguments alltoall and alltoall_single have: 2 or 3, "
+            "0 for 2 with a warning",
         ),
         Flag(
             GRAPH_VERIFY,

@@ -79,6 +79,17 @@ def level(name: str, value: object) -> int:
     return int(text)
 
 
+def release(name: str, value: object) -> int:
+    """Return a release of Paddle: 2 or 3, or 0 for none."""
+    text = str(value).strip()
+    if text not in ("0", "2", "3"):
+        raise FlagError(
+            f"{name}={value!r} is not a release of Paddle: expected 2 or 3, 0 for none; "
+            f"run for example `export {name}=3`"
+        )
+    return int(text)
+
+
 def schedule(name: str, value: object) -> str | int:
     """Return "auto", or N for every N-th replay (0: never)."""
     text = str(value).strip().lower()

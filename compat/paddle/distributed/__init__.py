@@ -25,11 +25,9 @@ from commlib.compat.paddle.distributed.collectives import (
     alltoall_single,
     broadcast,
     gather,
-    recv,
     reduce,
     reduce_scatter,
     scatter,
-    send,
 )
 from commlib.compat.paddle.distributed.environment import (
     ParallelEnv,
@@ -59,6 +57,8 @@ from commlib.compat.paddle.distributed.point_to_point import (
     batch_isend_irecv,
     irecv,
     isend,
+    recv,
+    send,
 )
 from commlib.compat.paddle.distributed.reduce_op import ReduceOp
 from commlib.compat.paddle.distributed.waits import barrier, wait

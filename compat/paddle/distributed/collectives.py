@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from commlib.compat.paddle.distributed import stream
+from commlib.compat.paddle.distributed.argument_order import output_first_in_paddle_3
 from commlib.compat.paddle.distributed.groups import Group
 from commlib.compat.paddle.distributed.reduce_op import ReduceOp
 from commlib.compat.paddle.distributed.tasks import Task
@@ -193,13 +194,17 @@ def reduce_scatter(
     return stream.reduce_scatter(tensor, tensor_list, op, group, sync_op)
 
 
+@output_first_in_paddle_3
 def alltoall(
     in_tensor_list: Tensor | list[Tensor],
     out_tensor_list: Tensor | list[Tensor],
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Send part j of the input to rank j; ``stream.alltoall`` takes the output first.
+    """Send part j of the input to rank j; the input is first in Paddle 2, the output in Paddle 3.
+
+    ``FLAGS_comm_paddle_version`` is 2 or 3; keywords need no flag. ``stream.alltoall`` takes the
+    output first in both.
 
     Args:
         in_tensor_list: The input: a tensor of ``size`` equal parts along dim 0, or a list of
@@ -221,6 +226,7 @@ def alltoall(
     return stream.alltoall(out_tensor_list, in_tensor_list, group, sync_op)
 
 
+@output_first_in_paddle_3
 def alltoall_single(
     in_tensor: Tensor,
     out_tensor: Tensor,
@@ -229,9 +235,11 @@ def alltoall_single(
     group: Group | None = None,
     sync_op: bool = True,
 ) -> Task | None:
-    """Send rows of the input to every rank; ``stream.alltoall_single`` takes the output first.
+    """Send rows of the input to every rank; the input is first in Paddle 2, the output in Paddle 3.
 
-    Source: ``alltoall_single`` of ``paddle.distributed``.
+    Source: ``alltoall_single`` of ``paddle.distributed``. ``FLAGS_comm_paddle_version`` is 2 or 3;
+    keywords need no flag. The sizes of the input are first in both. ``stream.alltoall_single``
+    takes the output first in both, also its sizes.
 
     Args:
         in_tensor: The input, rows along dim 0.
@@ -253,47 +261,3 @@ def alltoall_single(
     return stream.alltoall_single(
         out_tensor, in_tensor, out_split_sizes, in_split_sizes, group, sync_op
     )
-
-
-def send(
-    tensor: Tensor, dst: int = 0, group: Group | None = None, sync_op: bool = True
-) -> Task | None:
-    """Send ``tensor`` to ``dst``, which calls ``recv``.
-
-    Args:
-        tensor: Any shape.
-        dst: Global rank of the receiver.
-        group: The group; None for the group of all ranks.
-        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
-            the task.
-
-    Returns:
-        The task; None on a process that is not in the group.
-
-    Raises:
-        PeerError: ``dst`` is not another rank of the group.
-        CommError: As ``ring.send``.
-    """
-    return stream.send(tensor, dst, group, sync_op)
-
-
-def recv(
-    tensor: Tensor, src: int = 0, group: Group | None = None, sync_op: bool = True
-) -> Task | None:
-    """Fill ``tensor`` with the data that ``src`` sends.
-
-    Args:
-        tensor: The output, as many bytes as ``src`` sends.
-        src: Global rank of the sender.
-        group: The group; None for the group of all ranks.
-        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
-            the task.
-
-    Returns:
-        The task; None on a process that is not in the group.
-
-    Raises:
-        PeerError: ``src`` is not another rank of the group.
-        CommError: As ``ring.recv``.
-    """
-    return stream.recv(tensor, src, group, sync_op)

@@ -1,4 +1,4 @@
-"""Sends and receives that are waited for later, alone or launched together."""
+"""Sends and receives, and those that are waited for later, alone or launched together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +14,50 @@ from commlib.core.validation import check_peer
 from commlib.errors import ArgumentError
 
 Tensor = torch.Tensor
+
+
+def send(
+    tensor: Tensor, dst: int = 0, group: Group | None = None, sync_op: bool = True
+) -> Task | None:
+    """Send ``tensor`` to ``dst``, which calls ``recv``.
+
+    Args:
+        tensor: Any shape.
+        dst: Global rank of the receiver.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``dst`` is not another rank of the group.
+        CommError: As ``ring.send``.
+    """
+    return stream.send(tensor, dst, group, sync_op)
+
+
+def recv(
+    tensor: Tensor, src: int = 0, group: Group | None = None, sync_op: bool = True
+) -> Task | None:
+    """Fill ``tensor`` with the data that ``src`` sends.
+
+    Args:
+        tensor: The output, as many bytes as ``src`` sends.
+        src: Global rank of the sender.
+        group: The group; None for the group of all ranks.
+        sync_op: True makes the current stream wait for the call; False leaves that to ``wait()`` of
+            the task.
+
+    Returns:
+        The task; None on a process that is not in the group.
+
+    Raises:
+        PeerError: ``src`` is not another rank of the group.
+        CommError: As ``ring.recv``.
+    """
+    return stream.recv(tensor, src, group, sync_op)
 
 
 def isend(tensor: Tensor, dst: int, group: Group | None = None) -> Task | None:

@@ -24,7 +24,8 @@ def alltoall(
 ) -> Task | None:
     """Send part j of the input to rank j; the output has the received parts in rank order.
 
-    The output is first here; ``paddle.distributed.alltoall`` takes the input first.
+    The output is first here in every release; ``paddle.distributed.alltoall`` has its order by
+    ``FLAGS_comm_paddle_version``.
 
     Args:
         out_tensor_or_tensor_list: The output: a tensor; or an empty list, which gets tensors of the
@@ -74,7 +75,8 @@ def alltoall_single(
 ) -> Task | None:
     """Send rows of the input to every rank; the output has the received rows in rank order.
 
-    The output is first here; ``paddle.distributed.alltoall_single`` takes the input first.
+    The output is first here in every release; ``paddle.distributed.alltoall_single`` has its order
+    by ``FLAGS_comm_paddle_version``.
 
     Args:
         out_tensor: The output, rows along dim 0.
