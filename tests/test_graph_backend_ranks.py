@@ -1,13 +1,17 @@
 """graph.backend: collectives of rings are in the graphs, those of stock groups between them."""
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import commlib
 from commlib import graph, ops
@@ -18,6 +22,18 @@ from tests.support.torch_groups import OURS, initialised
 
 SIZE, STEPS = 8, 4
 STRICT = {"on_fail": "raise"}
+
+
+@torch.library.custom_op(
+    "graph_backend_ranks_tests::outside", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def outside(x: Tensor) -> Tensor:
+    """An operator that no graph may hold, with a gradient that none may hold either."""
+    return x * 2
+
+
+outside.register_fake(torch.empty_like)
+outside.register_autograd(lambda ctx, grad: outside(grad))
 
 
 def drawn(seed: int) -> Tensor:
@@ -54,6 +70,82 @@ def test_collectives_of_rings(comm: Any) -> None:
     names = [text.split()[0] for text in row["collectives"]]
     assert_equal(names, ["all_gather", "all_reduce", "reduce_scatter"], "collectives in graphs")
     assert_equal((row["replays"], row["eager"]), (STEPS - 1, None), "replays")
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+@runs_on("unified_ranks")
+def test_apply_to_graphs_with_collectives(comm: Any, is_cut: bool) -> None:
+    """A trainer that compiles its forward and backward itself, as FX graphs."""
+    parts: dict[str, Any] = {}
+
+    def compiler(kind: str) -> Any:
+        def compile_part(gm: torch.fx.GraphModule, values: Sequence[Any]) -> Any:
+            parts[kind] = graph.backend.apply(gm, values, **STRICT)
+            return make_boxed_func(parts[kind])
+
+        return compile_part
+
+    def mixed(x: Tensor, shard: Tensor) -> Tensor:
+        whole = ops.all_gather(shard)
+        y = ops.all_reduce(x @ whole, backward="identity")
+        return ops.reduce_scatter((outside(y) if is_cut else y) @ whole)
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    compiled = torch.compile(mixed, backend=backend, fullgraph=True)
+    given, expected = (
+        torch.nn.Parameter(drawn(100).chunk(comm.size)[comm.rank].to(comm.device, copy=True))
+        for _ in range(2)
+    )
+    for step in range(STEPS):
+        x = drawn(step * comm.size + comm.rank).to(comm.device)
+        out, want = compiled(x, given), mixed(x, expected)
+        assert_bits_equal(out.detach(), want.detach(), f"step {step}")
+        weights = drawn(50 + step)[: len(out)].to(comm.device)
+        for one in (out, want):
+            one.backward(weights)
+        assert_bits_equal(given.grad, expected.grad, f"gradient in step {step}")
+        given.grad = expected.grad = None
+    for kind, names in (
+        ("forward", ["all_gather", "all_reduce", "reduce_scatter"]),
+        ("backward", ["all_gather", "reduce_scatter"]),
+    ):
+        rows = [row for row in graph.report(parts[kind]) if row["eager"] is None]
+        assert_equal(len(rows), 1 + is_cut, f"graphs of the {kind}")
+        found = [text.split()[0] for row in rows for text in row["collectives"]]
+        assert_equal(found, names, kind)
+        assert_equal({row["replays"] for row in rows}, {STEPS - 1}, f"replays of the {kind}")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@runs_on("unified_ranks")
+def test_cut_graphs_with_collectives(comm: Any, grad: bool) -> None:
+    """Parameters stay where they are, and inputs do not, in all parts of a cut."""
+
+    def cut(x: Tensor, shard: Tensor, weight: Tensor) -> Tensor:
+        y = outside(x @ ops.all_gather(shard))
+        return ops.all_reduce((y @ weight) @ (x @ weight), backward="identity")
+
+    compiled = torch.compile(cut, backend=graph.backend, fullgraph=True, options=STRICT)
+    pairs = [
+        (torch.nn.Parameter(own), torch.nn.Parameter(whole))
+        for own, whole in ((drawn(100 + comm.rank)[: SIZE // comm.size], drawn(200)),) * 2
+    ]
+    pairs = [(one.to(comm.device), two.to(comm.device)) for one, two in pairs]
+    for step in range(STEPS):
+        x, found = drawn(step * comm.size + comm.rank).to(comm.device), []
+        with torch.set_grad_enabled(grad):
+            for call, (shard, weight) in zip((compiled, cut), pairs, strict=True):
+                out = call(x, shard, weight)
+                grads = torch.autograd.grad(out.sum(), (shard, weight)) if grad else ()
+                found.append([out.detach(), *grads])
+        for one, want in zip(*found, strict=True):
+            assert_bits_equal(one, want, f"step {step}")
+    rows = [row for row in rows_of("cut") if row["eager"] is None]
+    assert_equal({row["replays"] for row in rows}, {STEPS - 1}, "replays of all parts")
+    copied = {row["bytes_copied"] for row in rows if "forward" in row["function"]}
+    assert_equal(copied, {x.nbytes, 2 * x.nbytes}, "bytes copied: x, and x with the cut's y")
+    torch._dynamo.reset()
 
 
 def through(x: Tensor, weight: Tensor, group: str) -> Tensor:

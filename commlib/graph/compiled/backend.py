@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlib.graph.compiled.check import check_graph, check_static
+from commlib.graph.compiled.effects import with_plain_effects
 from commlib.graph.compiled.inductor import compile_region
 from commlib.graph.compiled.region import Code, Region
 from commlib.graph.compiled.settings import Settings, capture_options
@@ -104,7 +105,8 @@ def _is_wrapper(x: Any) -> bool:
 
 def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:
     """Return a function that runs the operators of a graph, each of which a capture sees."""
-    return lambda args: gm(*args)
+    plain = with_plain_effects(gm)
+    return lambda args: plain(*args)
 
 
 def _name_of(gm: GraphModule) -> str:

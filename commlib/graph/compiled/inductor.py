@@ -9,7 +9,7 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
 from commlib.graph.compiled.region import Code, Region
-from commlib.graph.compiled.static_positions import static_positions
+from commlib.graph.compiled.static_positions import effect_tokens, static_positions
 from commlib.graph.operators.compiled_code import CompiledCode
 
 _SEEDED = torch.Tag.nondeterministic_seeded
@@ -44,6 +44,7 @@ class _Partitions:
 
     def __init__(self, region: Region) -> None:
         self._region = region
+        self._tokens = 0  # that the forward was traced with
 
     def __call__(self, gm: GraphModule, values: Sequence[Any], **how: Any) -> Code:
         """Compile a partition; ``how``: options of it for Inductor."""
@@ -59,7 +60,9 @@ class _Partitions:
         _keep_saved()
         kind = "backward" if how.get("is_backward") else "forward"
         how.pop("static_input_idxs", None)  # for Inductor's own graphs
-        static = static_positions(gm, values)
+        if kind == "forward":
+            self._tokens = effect_tokens(gm)
+        static = static_positions(gm, values, self._tokens)
         run = self._region.partition(gm, values, static, kind, compile_part)
         return _boxed(run)
 

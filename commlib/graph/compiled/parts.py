@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from commlib.graph.compiled.effects import with_own_tokens
 from commlib.graph.compiled.part_symbols import give_symbols
 from commlib.graph.compiled.unsafe import unsafe_nodes
 
@@ -45,8 +46,8 @@ def split(gm: GraphModule) -> tuple[GraphModule, list[Part]]:
     """
     from torch.fx.passes.split_module import split_module  # not needed by other programs
 
+    gm, number = with_own_tokens(gm, lambda one: _numbers(one, unsafe_nodes(one)))
     unsafe = unsafe_nodes(gm)
-    number = _numbers(gm, unsafe)
     whole = split_module(gm, None, number.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     why: dict[str, str] = {}
     for node, reason in unsafe.items():
