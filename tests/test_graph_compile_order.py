@@ -8,6 +8,7 @@ carries the reduction.
 import json
 from collections.abc import Callable
 from importlib.resources import files
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from commlib import graph, ops
-from tests.support.checks import assert_bits_equal, assert_equal
+from commlib.graph.watching import runs
+from tests.support.checks import assert_bits_equal, assert_equal, on_gpu
 from tests.support.runs_on import runs_on
 
 WIDTH, ROW = 16, 16 * 4  # of float32
@@ -30,6 +32,15 @@ def thresholds() -> list[int]:
 
 
 ROWS = [1, *(rows for most in thresholds() for rows in (most // ROW, most // ROW + 1))]
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def captured_now(on_gpu: bool) -> bool:
+    """Return True in a capture. On a CPU this includes the runs before it and verified calls.
+
+    A tracer takes the answer at the time of the trace, as it does with torch's query.
+    """
+    return torch.cuda.is_current_stream_capturing() if on_gpu else runs.inside()
 
 
 class Reducing(nn.Module):
@@ -47,7 +58,7 @@ class Reducing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         product = x @ self.weight
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if captured_now(x.is_cuda):
             return ops.all_reduce(product)
         buffer: Tensor = product @ self.eye  # type: ignore[operator]
         return ops.all_reduce(buffer)
@@ -69,74 +80,103 @@ def compiled(module: Reducing, backend: Any = "aot_eager") -> Callable[[Tensor],
     return found
 
 
-def compiled_first(module: Reducing) -> Callable[[Tensor], Tensor]:
-    code = compiled(module)
-    for turn in range(2):
-        code(batch(turn, 3 + turn, 0).to(module.weight.device))
-    return graph.capture(code, outputs="copy")
+Call = Callable[[Tensor], Tensor]
+STEPS = ("compile", "warm up", "capture")
+ORDERS = [*permutations(STEPS), ("capture",)]  # the last one without compiled code
 
 
-def warmed_up_first(module: Reducing) -> Callable[[Tensor], Tensor]:
-    x = batch(0, 3, 0).to(module.weight.device)
-    module(x)
-    code = compiled(module)
-    captured = graph.capture(module, outputs="copy")
-    captured(x)  # the module itself is captured before its code is compiled
-    code(x)
-    return graph.capture(code, outputs="copy")
+def taken(order: tuple[str, ...], module: Reducing, whole: Callable[[Call], Call]) -> list[Call]:
+    """Take the steps in this order, each with two calls; return the functions that they made.
+
+    Args:
+        order: Some of ``STEPS``.
+        module: What is compiled.
+        whole: Returns the function that is called and captured, around the module or its code.
+    """
+    inner: Call = module
+    calls: list[Call] = []
+    for step in order:
+        if step == "compile":
+            inner = compiled(module)
+        call = whole(inner)
+        if step == "capture":
+            call = graph.capture(call, outputs="copy")
+        if step != "warm up":
+            calls.append(call)
+        for turn in range(2):
+            call(batch(turn, BUCKETS[turn], 0).to(module.weight.device))
+    return calls
 
 
-ORDERS: dict[str, Callable[[Reducing], Callable[[Tensor], Tensor]]] = {
-    "not compiled": lambda module: graph.capture(module, outputs="copy"),
-    "compiled in the first call": lambda module: graph.capture(compiled(module), outputs="copy"),
-    "compiled before": compiled_first,
-    "warmed up, captured, compiled": warmed_up_first,
-    "backend": lambda module: compiled(module, graph.backend),
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
 @runs_on("unified_ranks")
-def test_orders(comm: Any, order: str) -> None:
+def test_orders(comm: Any, order: tuple[str, ...]) -> None:
     """Every size on both sides of each threshold, from new graphs and from known ones."""
     torch._dynamo.reset()
     module = Reducing(comm.device)
-    call = ORDERS[order](module)
     with torch.no_grad():
-        for turn in range(4):
-            for rows in ROWS:
-                found = call(batch(turn, rows, comm.rank).to(comm.device))
-                want = expected(turn, rows, comm.size, module)
-                assert_bits_equal(found, want, f"{rows} rows, turn {turn}")
+        calls = taken(order, module, lambda inner: inner)
+        check_all_sizes(comm, module, calls)
+        of_graphs = [x for x in calls if isinstance(x, graph.CapturedFunction)]
+        assert_equal(len(of_graphs), int("capture" in order), "captured functions")
+        if "compile" not in order and not on_gpu(comm):  # on a GPU the answer is that of a call
+            branch = graph.capture(lambda x: ops.all_reduce(x @ module.weight), outputs="copy")
+            branch(batch(0, 3, 0))
+            wanted = {row["nodes"] for row in graph.report(branch)}
+            nodes = {row["nodes"] for x in of_graphs for row in graph.report(x)}
+            assert_equal(nodes, wanted, "operators in graphs: those of the branch in captures")
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("first", ["capture", "backend"])
 @runs_on("unified_ranks")
-def test_padded_buckets_with_eager_parts(comm: Any) -> None:
-    """Batches are padded to few sizes, and Python runs between two pieces of the graph."""
+def test_compiled_in_the_first_call(comm: Any, first: str) -> None:
+    """The trace is a part of the call that is captured, or the backend captures the code."""
+    torch._dynamo.reset()
+    module = Reducing(comm.device)
+    code = compiled(module, graph.backend if first == "backend" else "aot_eager")
+    call = graph.capture(code, outputs="copy") if first == "capture" else code
+    with torch.no_grad():
+        check_all_sizes(comm, module, [call])
+    torch._dynamo.reset()
+
+
+def check_all_sizes(comm: Any, module: Reducing, calls: list[Call]) -> None:
+    for turn in range(4):
+        for rows in ROWS:
+            x = batch(turn, rows, comm.rank).to(comm.device)
+            want = expected(turn, rows, comm.size, module)
+            for number, call in enumerate(calls):
+                assert_bits_equal(call(x), want, f"call {number}, {rows} rows, turn {turn}")
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
+@runs_on("unified_ranks")
+def test_padded_buckets_with_eager_parts(comm: Any, order: tuple[str, ...]) -> None:
+    """Batches are padded to few sizes, and Python runs between two pieces of each graph."""
     torch._dynamo.reset()
     first, last = Reducing(comm.device), Reducing(comm.device)
-    code, lines = compiled(first), list[int]()
 
     @graph.eager
     def between(x: Tensor) -> Tensor:
-        lines.append(int(x[:, 0].sum()))  # the host reads a value
-        return x.clamp(-8, 8)
-
-    @graph.capture(outputs="copy")
-    def padded(x: Tensor) -> Tensor:
-        found: Tensor = last(between(code(x)))
-        return found
+        most = 8 if int(x[:, 0].sum()) % 2 else 8.0  # the host reads a value
+        return x.clamp(-most, most)
 
     with torch.no_grad():
+        calls = taken(order, first, lambda inner: lambda x: last(between(inner(x))))
         for turn in range(4):
             for rows in (1, 5, 8, 9, 60, 1500):
                 bucket = next(each for each in BUCKETS if rows <= each)
                 x = torch.zeros(bucket, WIDTH, device=comm.device)
                 x[:rows] = batch(turn, rows, comm.rank)
-                found = padded(x)[:rows]
                 middle = expected(turn, rows, comm.size, first).clamp(-8, 8).double().numpy()
                 want = torch.tensor(comm.size * middle @ last.weight.double().cpu().numpy())
-                assert_bits_equal(found, want.float(), f"{rows} rows, turn {turn}")
-    assert_equal(len(graph.report(padded)), len(BUCKETS), "graphs, one per bucket")
+                for call in calls:
+                    assert_bits_equal(call(x)[:rows], want.float(), f"{rows} rows, turn {turn}")
+    for call in calls:
+        if isinstance(call, graph.CapturedFunction):
+            # A module that is compiled after its capture has other graphs from then on.
+            found = [row for row in graph.report(call) if row["replays"]]
+            assert_equal(len(found), len(BUCKETS), "graphs that are replayed, one per bucket")
+            assert_equal({row["segments"] for row in found}, {2}, "around Python")
     torch._dynamo.reset()
