@@ -9,6 +9,7 @@ and compares all losses and weights bit for bit:
     torchrun --standalone --nproc-per-node 2 examples/pipeline_gpt.py
     torchrun --standalone --nproc-per-node 2 examples/pipeline_gpt.py --chunks 2
     torchrun --standalone --nproc-per-node 4 examples/pipeline_gpt.py --parallel 2
+    torchrun --standalone --nproc-per-node 4 examples/pipeline_gpt.py --chunks 2
 
 --chunks is the number of virtual stages per rank. --parallel is the number of ranks per stage: each
 has a part of the MLPs, and sends its part of each activation (partial_send, partial_recv,
@@ -32,7 +33,7 @@ import commlib
 from commlib import graph
 from commlib.compat import paddle
 
-VOCABULARY, WIDTH, HEADS, LENGTH, ROWS, BLOCKS = 64, 32, 4, 16, 2, 4
+VOCABULARY, WIDTH, HEADS, LENGTH, ROWS, BLOCKS = 64, 32, 4, 16, 2, 8
 SHAPE = (ROWS, LENGTH, WIDTH)
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 # The first number of each kind of ring.

@@ -169,6 +169,8 @@ def test_steps_over_edges(comm: Any, name: str, whole: bool) -> None:
     schedule, parts = SCHEDULES[name], layers(comm.device)
     edges = schedule.connect(70, (ROWS, WIDTH))
     assert_equal(sorted(edges.rings), [(0, 1), (1, 0)], "directed edges")
+    connected = [ring.report()["communicator"] for ring in edges.rings.values()]
+    assert_equal(connected, [True, True], "edges are connected before their first call")
     numbers = (comm.rank, comm.rank + 2)
     own = [x for s in numbers for x in parts[s].parameters()]
     optimizer = torch.optim.SGD(own, lr=0.1)

@@ -70,14 +70,20 @@ def test_other_ways_to_capture(comm: Any, capture: str) -> None:
 
 
 def _on_four(comm: Any) -> None:
-    for more in (["--parallel", "2"], ["--capture", "step"], []):
+    schedule = graph.PipelineSchedule.one_f_one_b(4, 5, chunks=2)
+    edges = schedule.connect(500, pipeline_gpt.SHAPE)
+    assert_equal(len(edges.rings), 4, "edges of this rank: both ways to two neighbours")
+    for edge, ring in edges.rings.items():
+        assert_equal(ring.report()["communicator"], True, f"edge {edge} is connected")
+    edges.close()
+    for more in (["--parallel", "2"], ["--capture", "step"], ["--chunks", "2"], []):
         compare(comm, *more, "--microbatches", "5", "3", steps=3)
 
 
 def test_four_ranks(new_ranks: NewRanks) -> None:
-    """Two stages of two tensor-parallel ranks, and four stages."""
+    """Two stages of two tensor-parallel ranks, four stages, and eight stages of four ranks."""
     with new_ranks(4) as ranks:
-        ranks(_on_four, deadline=120)
+        ranks(_on_four, deadline=240)
 
 
 def test_the_program() -> None:
