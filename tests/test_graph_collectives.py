@@ -1,11 +1,15 @@
 """graph.capture: collectives, streams and agreement between the ranks of a ring."""
 
+import gc
+import time
 from typing import Any
 
+import pytest
 import torch
 
 import commlib
 from commlib import graph, ops
+from commlib.core.work import Work
 from commlib.errors import CommError
 from commlib.graph import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises, settle
@@ -39,6 +43,62 @@ def test_collectives(comm: Any) -> None:
     assert_equal([text.split()[0] for text in row["collectives"]],
          ["all_gather", "all_reduce", "all_reduce", "reduce_scatter", "all_to_all", "broadcast",
           "send", "recv"])  # fmt: skip
+
+
+@pytest.mark.parametrize("use_calc_stream", [True, False], ids=["calc", "comm"])
+@runs_on("unified_ranks")
+def test_collectives_with_a_root(comm: Any, use_calc_stream: bool) -> None:
+    """On both streams each gives the bits of the eager call, for either root."""
+
+    def f(x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for root in range(comm.size):
+            total = ops.reduce(x * 3, root=root, use_calc_stream=use_calc_stream)
+            most = ops.reduce(x, root=root, op="max", use_calc_stream=use_calc_stream)
+            rows = ops.gather(total + most, root=root, use_calc_stream=use_calc_stream)
+            parts = torch.cat([x + part for part in range(comm.size)])
+            part = ops.scatter(parts, root=root, use_calc_stream=use_calc_stream)
+            found += [total, most, rows * 2, part - x]
+        return found
+
+    g = graph.capture(f, outputs="copy")
+    for turn in range(4):
+        x = torch.randn(6, 2, generator=torch.Generator().manual_seed(2 * turn + comm.rank))
+        x = x.to(comm.device)
+        for number, (one, want) in enumerate(zip(g(x), f(x), strict=True)):
+            assert_bits_equal(one, want, f"result {number}, turn {turn}")
+    (row,) = graph.report(g)
+    names = [text.split()[0] for text in row["collectives"]]
+    assert_equal(names, ["reduce", "reduce", "gather", "scatter"] * comm.size, "in the graph")
+    assert_equal((row["replays"], row["eager"]), (3, None), "replays")
+
+
+def works() -> int:
+    """Return how many handles of asynchronous calls this process holds."""
+    gc.collect()
+    return sum(type(one) is Work for one in gc.get_objects())
+
+
+@runs_on("gpu_ranks")
+def test_works_of_a_capture(comm: Any) -> None:
+    """Neither the capture nor the graph keeps a handle, waited for or not."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        work = ops.all_reduce(x, use_calc_stream=False, sync_op=False)
+        ops.all_gather(x, use_calc_stream=False, sync_op=False)  # nobody waits
+        y = x * 2
+        return y + work.wait()
+
+    x = torch.full((1000,), comm.rank + 1.0, device=comm.device)
+    want = f(x)
+    settle(comm)
+    before = works()
+    g = graph.capture(f, outputs="copy")
+    for turn in range(3):
+        assert_bits_equal(g(x), want, f"turn {turn}")
+        settle(comm)
+        assert_equal(works() - before, 0, f"works after call {turn}")
+    assert_equal(graph.report(g)[0]["replays"], 2, "replays")
 
 
 @runs_on("unified_ranks")
@@ -103,7 +163,10 @@ def test_different_collectives(comm: Any) -> None:
 
 @runs_on("unified_ranks")
 def test_one_rank_fails(comm: Any) -> None:
-    """An exception on one rank in the capture is an error on all of them; the next one works."""
+    """An exception on one rank in the capture is an error on all of them; the next one works.
+
+    No rank waits for the ring's timeout to notice it.
+    """
     runs, over = HiddenCount(), list[int]()
 
     def f(x: torch.Tensor) -> Any:
@@ -115,8 +178,11 @@ def test_one_rank_fails(comm: Any) -> None:
 
     g = graph.capture(f, outputs="copy")
     x = torch.ones(3, device=comm.device)
+    began = time.monotonic()
     with raises(GraphError, "rank 1:", "ValueError: rank 1 alone"):
         g(x)
+    took = time.monotonic() - began
+    assert took < comm.timeout / 2, f"noticed after {took:.1f} s of {comm.timeout:g} s"
     over.append(1)
     whole(comm)
     for _ in range(3):
