@@ -148,6 +148,56 @@ def test_cut_graphs_with_collectives(comm: Any, grad: bool) -> None:
     torch._dynamo.reset()
 
 
+def noisy(x: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+    """Drop out by torch's own generator, add numbers of another, and multiply by host values."""
+    kept = torch.nn.functional.dropout(x, 0.5, True)
+    noise = torch.rand(x.shape, generator=generator, device=x.device)
+    scale = (lengths * 2 + 1).float()  # on the CPU, also in a graph of a GPU
+    return kept * scale.to(x.device) + noise
+
+
+@runs_on("unified_ranks")
+def test_random_numbers_and_operators_of_the_host(comm: Any) -> None:
+    """Replays draw on from both generators, and the host computes before each launch."""
+    given, expected = (torch.Generator(comm.device).manual_seed(7) for _ in range(2))
+    x, lengths = drawn(comm.rank).to(comm.device), torch.tensor([1])
+    gm = torch.fx.symbolic_trace(noisy)
+    replayed = graph.backend.apply(gm, [x, lengths, given], **STRICT)
+    for turn in range(5):
+        x, lengths = drawn(10 * turn + comm.rank).to(comm.device), torch.tensor([turn])
+        torch.manual_seed(turn // 2)  # a seed of an earlier call, and a new one
+        found = replayed(x, lengths, given)
+        torch.manual_seed(turn // 2)
+        assert_bits_equal(found, noisy(x, lengths, expected), f"turn {turn}")
+    rows = graph.report(replayed)
+    assert_equal([(row["replays"], row["eager"]) for row in rows], [(4, None)], "replays")
+
+
+@runs_on("unified_ranks")
+def test_dropout_between_collectives(comm: Any) -> None:
+    """Each rank has its own mask, the one of Inductor's code with the same seed."""
+
+    def dropped(x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.nn.functional.dropout(ops.all_reduce(x @ weight), 0.5)
+        return ops.all_reduce(y @ weight, op="max")
+
+    found, weight = [], torch.eye(SIZE, device=comm.device)
+    random = {"fallback_random": True}  # the kernel of torch: nothing is generated
+    for backend, options in (("inductor", random), (graph.backend, STRICT | random)):
+        torch._dynamo.reset()
+        compiled = torch.compile(dropped, backend=backend, fullgraph=True, options=options)
+        torch.manual_seed(40 + comm.rank)
+        with torch.no_grad():
+            found.append([compiled(drawn(s).to(comm.device) + 9, weight) for s in range(STEPS)])
+    for step, (want, one) in enumerate(zip(*found, strict=True)):
+        assert_bits_equal(one, want, f"step {step}")
+    masks = {tuple((one == 0).flatten().tolist()) for one in found[1]}
+    assert_equal(len(masks), STEPS, "masks, one per step")
+    (row,) = [row for row in rows_of("dropped") if row["replays"]]
+    assert_equal((row["replays"], row["eager"]), (STEPS - 1, None), "replays")
+    torch._dynamo.reset()
+
+
 def through(x: Tensor, weight: Tensor, group: str) -> Tensor:
     functional = torch.ops._c10d_functional
     reduced: Tensor = functional.wait_tensor(functional.all_reduce(x @ weight, "sum", group))
