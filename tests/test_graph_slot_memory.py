@@ -11,6 +11,7 @@ from tests.support.runs_on import runs_on
 
 SIDE = 2048
 NBYTES = 4 * SIDE**2  # of a weight, and of its gradient
+WIDTH, MICROBATCHES = 1024, 8
 
 
 @runs_on("gpu_ranks")
@@ -129,3 +130,73 @@ def test_what_verified_calls_in_flight_have_taken(comm: Any) -> None:
         grown = outside_of_graphs(comm.device) - before
         assert grown < 4 * NBYTES, f"{grown / 2**20:.0f} MiB are kept"
     assert all(row["verify_seconds"] > 0 for row in graph.report(g)), "verified replays"
+
+
+class Block(torch.nn.Module):
+    """The MLP of a transformer block, with what it adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + more
+
+
+class Shared(torch.nn.Module):
+    """Another module over the same block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.block(x)
+        return found
+
+
+def trained(block: Block, calls: list[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of the last microbatch; all forwards come first."""
+    outs = [call(x) for call, x in zip(calls, inputs, strict=True)]
+    found = list[torch.Tensor]()
+    for x in inputs:
+        found.clear()
+        out = outs.pop(0)
+        found = [*torch.autograd.grad(out, [x, *block.parameters()], torch.ones_like(out))]
+    return found
+
+
+@runs_on("gpu_ranks")
+def test_memory_of_many_slots(comm: Any) -> None:
+    """As many forwards in flight as microbatches: little more than eager calls, in one pool."""
+    torch.manual_seed(3)
+    block, device = Block().to(comm.device), comm.device
+    inputs, samples = (
+        [torch.randn(4096, WIDTH, device=device, requires_grad=True) for _ in range(MICROBATCHES)]
+        for _ in range(2)
+    )
+    trained(block, [block] * MICROBATCHES, inputs)  # workspaces of cuBLAS
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    wanted = trained(block, [block] * MICROBATCHES, inputs)
+    eager = torch.cuda.max_memory_allocated(device) - before
+
+    start = usage(device, 0)["graph_bytes"]
+    g = graph.capture(block, outputs="copy", slots=MICROBATCHES, verify=False)
+    for _ in range(3):
+        found = trained(block, [g] * MICROBATCHES, inputs)
+    slots = usage(device, 0)["graph_bytes"] - start
+    for number, (one, want) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.allclose(one, want, rtol=1e-3, atol=1e-3), f"gradient {number}"
+
+    start = usage(device, 0)["graph_bytes"]
+    graphed = [torch.cuda.make_graphed_callables(Shared(block), (x,)) for x in samples]
+    trained(block, graphed, inputs)
+    private = usage(device, 0)["graph_bytes"] - start
+    named = {"eager": eager, "slots": slots, "private pools": private}
+    text = ", ".join(f"{name} {nbytes / 2**20:.0f} MiB" for name, nbytes in named.items())
+    print(text, flush=True)
+    assert slots < 1.3 * eager, text
+    assert slots < private, text
