@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.support.processes import run
 
@@ -24,3 +25,18 @@ def test_graphs(flag: str, name: str) -> None:
     (memory,) = json.loads(found.removeprefix("memory "))
     assert memory["allocator"] == name
     assert memory["total_bytes"] >= memory["graph_bytes"] > 0
+
+
+def test_comparison() -> None:
+    """One table, a line per fresh process."""
+    code, out, err = run(
+        *("-m", "tests.programs.two_allocators"),
+        fresh=True,
+        FLAGS_dynamic_static_unified_comm="1",
+    )
+    assert code == 0, f"{out}\n{err}"
+    titles, *lines = out.splitlines()
+    assert titles.split()[:3] == ["allocator", "graphs", "nodes"]
+    names = ["native", "cudaMallocAsync"] if torch.cuda.is_available() else ["cpu", "cpu"]
+    assert [line.split()[0] for line in lines] == names
+    assert all(float(cell) > 0 for line in lines for cell in line.split()[1:]), out
