@@ -79,7 +79,7 @@ def works() -> int:
     return sum(type(one) is Work for one in gc.get_objects())
 
 
-@runs_on("gpu_ranks")
+@runs_on("unified_ranks")
 def test_works_of_a_capture(comm: Any) -> None:
     """Neither the capture nor the graph keeps a handle, waited for or not."""
 

@@ -171,10 +171,11 @@ class CpuBackend:
 
     def _left(self) -> Recorder:
         recorder, self._recorder = self._recorder, None
+        works, self._works = self._works, []
         assert recorder is not None
         self._scope.close()
         try:
-            for work in self._works:
+            for work in works:
                 work.wait()
         finally:
             recorder.restore()
