@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typing_extensions
 
 _NOT_THE_PROGRAM = (
     f"{Path(__file__).parent}/",
     f"{Path(torch.__file__).parent}/",
     contextlib.__file__,
+    # Torch renames functions with it: Python 3.13 and newer have it in "warnings".
+    typing_extensions.deprecated.__call__.__code__.co_filename,
     "<frozen",
 )
 
