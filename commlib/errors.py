@@ -7,8 +7,10 @@ CommError(RuntimeError)
 │   └── RingOrderError                members create their rings in different orders
 ├── ArgumentError(ValueError)         a call refused on this rank before anything was launched
 │   ├── DtypeError(TypeError)
+│   │   └── ReductionError(NotImplementedError)
 │   ├── ShapeError
 │   ├── DeviceError
+│   │   └── LayoutError(NotImplementedError)
 │   ├── PeerError                     a root or peer outside the ring, or the rank itself
 │   └── MismatchError                 the ranks of a ring make different calls (FLAGS_comm_check=2)
 ├── CapacityError                     an expert got more rows than its capacity
@@ -32,9 +34,11 @@ __all__ = [
     "EngineError",
     "FlagError",
     "GraphError",
+    "LayoutError",
     "MismatchError",
     "PeerError",
     "PeerTimeout",
+    "ReductionError",
     "RingError",
     "RingOrderError",
     "ShapeError",
@@ -72,12 +76,20 @@ class DtypeError(ArgumentError, TypeError):
     """The engine can't carry or reduce this dtype; the text says why and what to cast to."""
 
 
+class ReductionError(DtypeError, NotImplementedError):
+    """The engine has this reduction for no dtype; the text says what to call instead."""
+
+
 class ShapeError(ArgumentError):
     """An element count or dimension does not fit the collective."""
 
 
 class DeviceError(ArgumentError):
-    """A tensor is on another device than its ring, or has an unsupported layout."""
+    """A tensor is on another device than its ring, or has no memory that an engine can read."""
+
+
+class LayoutError(DeviceError, NotImplementedError):
+    """A tensor is sparse or has another layout that no engine carries; the text has a remedy."""
 
 
 class PeerError(ArgumentError):

@@ -18,7 +18,7 @@ from commlib.compat.c10d import pairs as queued_pairs
 from commlib.compat.c10d.backend import takes_subclasses
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.launching import Step
-from commlib.errors import ArgumentError, DtypeError
+from commlib.errors import ArgumentError, DeviceError, DtypeError
 from tests.support.checks import (
     INTEGERS,
     UNSIGNED,
@@ -32,7 +32,7 @@ from tests.support.checks import (
 from tests.support.formulas import mean
 from tests.support.ranks import Ranks
 from tests.support.runs_on import runs_on
-from tests.support.torch_groups import OURS, assert_same_as_stock, initialised
+from tests.support.torch_groups import OURS, STOCK, assert_same_as_stock, initialised
 
 Tensor = torch.Tensor
 OPS = {
@@ -355,8 +355,9 @@ def test_refusals_say_the_way_round(ring: Any) -> None:
     with initialised(ring, OURS[ring.device.type]):
         x = torch.ones(2, dtype=torch.int32, device=ring.device)
         if ring.device.type == "cuda":
-            with raises(DtypeError, "band", "torch.bitwise_and"):
-                dist.all_reduce(x.clone(), dist.ReduceOp.BAND)
+            for error in (DtypeError, NotImplementedError):
+                with raises(error, "band", "torch.bitwise_and"):
+                    dist.all_reduce(x.clone(), dist.ReduceOp.BAND)
         else:
             with raises(DtypeError, "bitwise reductions take integers"):
                 dist.all_reduce(x.float(), dist.ReduceOp.BAND)
@@ -364,8 +365,40 @@ def test_refusals_say_the_way_round(ring: Any) -> None:
             dist.all_gather([x, x], x.clone())
         with raises(NotImplementedError, "pass src="):
             dist.recv(x)
+        sparse = x.to_sparse()
+        for kind in (DeviceError, NotImplementedError):
+            with raises(kind, "all_reduce on ring", "to_dense()"):
+                dist.all_reduce(sparse)
+            with raises(kind, "all_gather on ring", "to_dense()"):
+                dist.all_gather([sparse, sparse], x)
         dist.all_reduce(x)
         assert_equal(x.tolist(), [2, 2], "after a refusal")
+
+
+@runs_on("ranks")
+def test_verbs_that_no_ring_has(ring: Any) -> None:
+    """Torch's own answer for them is None, or an error about its C++ backends."""
+    with initialised(ring, OURS[ring.device.type]) as world:
+        calls: Any = calls_of(world)
+        store = dist.HashStore()
+        with raises(NotImplementedError, "merge_remote_group", "dist.new_group(ranks)"):
+            calls.merge_remote_group(store, 2)
+        with raises(NotImplementedError, "_register_on_completion_hook", "get_future().then"):
+            calls._register_on_completion_hook(print)
+        with raises(NotImplementedError, "_wait_for_pending_works", "wait()"):
+            calls._wait_for_pending_works()
+        with raises(NotImplementedError, "_enable_collectives_timing", "torch.profiler"):
+            calls._enable_collectives_timing()
+        if hasattr(dist, "shrink_group"):
+            for group in (None, world):
+                with raises(NotImplementedError, "shrink_group", "dist.new_group(ranks)"):
+                    dist.shrink_group([1 - ring.rank], group)
+        x = torch.ones(1, device=ring.device)
+        dist.all_reduce(x)
+        assert_equal(x.item(), 2.0, "after the errors")
+    if hasattr(dist, "shrink_group"):
+        with initialised(ring, STOCK["cpu"]), raises(TypeError, "does not support shrinking"):
+            dist.shrink_group([1 - ring.rank])
 
 
 @runs_on("ranks")

@@ -10,7 +10,14 @@ import torch
 from commlib.core.dispatch import is_plain
 from commlib.core.ring import Ring
 from commlib.core.tensors import fault, has_memory, output_fault
-from commlib.errors import ArgumentError, DeviceError, DtypeError, PeerError, ShapeError
+from commlib.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    PeerError,
+    ShapeError,
+)
 from commlib.rendezvous.host_exchange import USER_TAGS
 
 Tensor = torch.Tensor
@@ -50,7 +57,8 @@ def check_readable(ring: Ring, collective: str, role: str, tensor: torch.Tensor)
     found = fault(tensor, role)
     if found is not None:
         what, remedy = found
-        raise DeviceError(
+        kind = DeviceError if tensor.layout is torch.strided else LayoutError
+        raise kind(
             f"{ring._describe(collective)}: {role} {what}; expected a torch.Tensor with "
             f"torch.strided memory; {remedy}"
         )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlib.engines.reduction_names import BITWISE, NAMES, OPS, is_torch_reduction
-from commlib.errors import ArgumentError, DtypeError
+from commlib.errors import ArgumentError, DtypeError, ReductionError
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -84,7 +84,7 @@ def resolve_reduction(
     bool travels as uint8 with SUM meaning OR; complex as its real parts; uint32 and uint64 as the
     signed integer of the same width where only sums and products are asked (two's complement).
     Raises ``ArgumentError`` for an unknown ``op`` or a factor that is not a number, and
-    ``DtypeError`` with the reason of a refusal.
+    ``DtypeError`` with the reason of a refusal, ``ReductionError`` where no dtype has ``op``.
     """
     if not isinstance(op, str) or op not in NAMES:
         raise ArgumentError(unknown(op))
@@ -100,7 +100,9 @@ def resolve_reduction(
         )
     reason = _refusal(dtype, op, reducer)
     if reason:
-        raise DtypeError(f"{op} of {dtype} is refused: {reason}")
+        lacks = op in BITWISE and not reducer.bitwise  # for every dtype
+        kind = ReductionError if lacks else DtypeError
+        raise kind(f"{op} of {dtype} is refused: {reason}")
     if dtype is torch.bool:
         return ReductionSpec(torch.uint8, _BOOL_OPS[op])
     if dtype in _COMPLEX:

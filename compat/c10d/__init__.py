@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commlib.compat.c10d import barriers, batches, functional_ops, group_rings, splits
+from commlib.compat.c10d import (
+    barriers,
+    batches,
+    functional_ops,
+    group_rings,
+    shrinking,
+    splits,
+)
 from commlib.compat.c10d.backend import Backend, takes_subclasses
 from commlib.compat.c10d.bridges import process_group_of, ring_from_group
 from commlib.compat.c10d.group_calls import NAME
@@ -28,6 +35,7 @@ def register() -> None:
         barriers.install()
         functional_ops.install()
         splits.install()
+        shrinking.install()
 
 
 def _create(setup: Any, pg_options: Any = None) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from commlib.compat.c10d import group_rings, pairs
 from commlib.compat.c10d.collectives import Collectives, Given
 from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
 from commlib.compat.c10d.options import options, single
+from commlib.compat.c10d.unsupported import UnsupportedCalls
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
 from commlib.core.calls.order import CallOrder
 from commlib.core.compiler import untraced_methods
@@ -29,7 +30,7 @@ _DEFAULTS = c10d.AllreduceOptions()  # of sends and receives, which take none
 
 
 @untraced_methods
-class GroupCalls(Collectives):
+class GroupCalls(UnsupportedCalls, Collectives):
     """The calls of a group over the rings of its ranks: one ring per kind of device."""
 
     supports_splitting = True
@@ -155,10 +156,6 @@ class GroupCalls(Collectives):
         if isinstance(work, GroupWork):
             work._source = source
         return work
-
-    def recv_anysource(self, tensors: Given, tag: int = 0) -> NoReturn:
-        """Raise an error for a receive from any rank."""
-        raise NotImplementedError("recv without src: rings receive from one rank; pass src=")
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Block the host, in ``wait()`` of the work, until every rank has called it."""

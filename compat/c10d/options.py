@@ -53,7 +53,8 @@ def distinct(ring: CommContext, name: str, outputs: list[Tensor]) -> list[Tensor
     Raises:
         ArgumentError: One is: its values would depend on timing.
     """
-    places = [x.data_ptr() for x in outputs if not is_symbolic(x) and x.numel()]
+    dense = [x for x in outputs if x.layout is torch.strided and not is_symbolic(x)]
+    places = [x.data_ptr() for x in dense if x.numel()]
     if len(set(places)) < len(places):
         raise ArgumentError(
             f"{ring._describe(name)}: a tensor is in the list of outputs twice; pass a tensor for "

@@ -10,7 +10,7 @@ from torch._C import _distributed_c10d as c10d
 from commlib.deadlines import Deadline
 from commlib.engines.reduction_names import BITWISE
 from commlib.engines.reductions import UNSIGNED, ReductionSpec, factor_of
-from commlib.errors import DtypeError
+from commlib.errors import ReductionError
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -42,9 +42,10 @@ def plan_of(dtype: torch.dtype, reduction: ReductionSpec, *, on_host: bool) -> P
 
     Raises:
         DtypeError: NCCL does not reduce the dtype in that way.
+        ReductionError: It has the reduction for no dtype.
     """
     if not on_host and reduction.op in BITWISE:
-        raise DtypeError(
+        raise ReductionError(
             f"{reduction.op} of {dtype} is refused: NCCL has no bitwise reduction; call "
             f"all_gather and combine the parts with torch.bitwise_{reduction.op[1:]}"
         )
