@@ -1,5 +1,7 @@
 """Groups over the same ranks: each has its own order of calls, as torch's groups have."""
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.distributed import distributed_c10d
 import commlib
 from commlib.compat.c10d import group_rings
 from commlib.compat.c10d.bridges import calls_of
-from commlib.errors import CommTimeout, MismatchError
+from commlib.errors import CommError, CommTimeout, EngineError, MismatchError, RingError
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, initialised
@@ -113,3 +115,82 @@ def test_members_that_do_not_make_the_group(ring: Any) -> None:
             with raises(CommTimeout, "creating group 'late'", "waiting for ranks [1]"):
                 group_rings.make_orders(dict(calls.rings), "late", timedelta(seconds=0.5))
         dist.barrier()
+
+
+@runs_on("cpu_ranks")
+def test_an_aborted_group_ends_alone(ring: Any) -> None:
+    """Calls that it waits for end at once; the group of all ranks and a third group go on."""
+    commlib.shutdown()
+    with initialised(ring, "commlib"):
+        one, two = dist.new_group([0, 1]), dist.new_group([0, 1])
+        aborted: Any = calls_of(one)
+        x = torch.ones(2)
+        for group in (None, one, two):
+            dist.all_reduce(x, group=group)
+        dist.barrier()
+        begun, errors = time.monotonic(), []
+
+        def wait() -> None:
+            try:
+                dist.all_reduce(x, group=one)
+            except Exception as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait)
+        if ring.rank == 0:  # rank 1 makes no such call: only the abort ends that of rank 0
+            waiter.start()
+            time.sleep(0.5)
+            distributed_c10d._abort_process_group(one)
+            waiter.join(20)
+            assert_equal([type(error) for error in errors], [EngineError], "errors")
+            assert_equal("'1' was aborted; make" in str(errors[0]), True, str(errors[0]))
+        dist.barrier()  # over the group of all ranks
+        if ring.rank:
+            distributed_c10d._abort_process_group(one)
+        assert_equal(time.monotonic() - begun < 15, True, "ended before the deadline")
+        with raises(RingError, "was aborted", "call new_group on every member"):
+            aborted.allreduce([x])
+        for group in (None, two, dist.new_group([0, 1])):
+            x = torch.ones(2)
+            dist.all_reduce(x, group=group)
+            assert_equal(x.tolist(), [2.0, 2.0], "after the abort")
+        assert_equal(commlib.comm(0).report()["errors"], [], "errors of the ring")
+
+
+@runs_on("cpu_ranks")
+def test_a_group_that_another_rank_aborts(ring: Any) -> None:
+    """Its calls end with an error on the other ranks too, and no other group ends."""
+    commlib.shutdown()
+    with initialised(ring, "commlib"):
+        group: Any = dist.new_group([0, 1])
+        x = torch.ones(2)
+        dist.all_reduce(x, group=group)
+        dist.barrier()
+        if ring.rank == 0:
+            distributed_c10d._abort_process_group(group)
+        else:
+            for _ in range(2):  # under way, and later
+                with raises(CommError, "all_reduce on ring 0", "was ended by rank 0"):
+                    dist.all_reduce(x, group=group)
+            distributed_c10d._abort_process_group(group)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert_equal(x.tolist(), [2.0, 2.0], "the group of all ranks")
+
+
+@runs_on("ranks")
+def test_an_abort_of_the_group_that_made_the_ring(ring: Any) -> None:
+    """The calls of this group are the ring's own, so the ring ends with all its groups."""
+    commlib.shutdown()
+    with initialised(ring, OURS[ring.device.type]) as world:
+        other = dist.new_group([0, 1])
+        x = torch.ones(2, device=ring.device)
+        dist.all_reduce(x, group=other)
+        made = commlib.comm(0)
+        dist.barrier()
+        calls: Any = calls_of(world)
+        calls.abort()
+        with raises(RingError, "aborted"):
+            made.all_reduce(x, x)
+        with raises(RingError, "aborted"):
+            dist.all_reduce(x, group=other)

@@ -18,7 +18,7 @@ from commlib.core.calls.call import (
 )
 from commlib.core.calls.log import EVERY, Entry
 from commlib.core.compiler import switch
-from commlib.core.launches import launch, on_comm_stream
+from commlib.core.launches import failure_of, launch, on_comm_stream
 from commlib.core.mismatch import compare
 from commlib.core.modes import check_untraced, depth, is_tracing
 from commlib.core.observers import Seen, begun, looking_on, observers, watched
@@ -143,13 +143,13 @@ def launched(
             except Unconnected:
                 return False
             except BaseException as error:
-                _fail(ring, collective, args, error)
+                _fail(ring, collective, args, error, order)
             count(ring, collective, entry, order)
         if handle is not None:  # a CPU: the host waits, outside the lock, so that other calls go on
             try:
                 ring._engine.wait(handle)
             except BaseException as error:
-                _fail(ring, collective, args, error)
+                _fail(ring, collective, args, error, order)
         if out is not None and not out.is_inference():
             increment_version((out,))
         return True
@@ -168,14 +168,14 @@ def _prepare(ring: Ring, call: Call[Any]) -> bool:
     return bool(observers and ring._open_group is None and looking_on())
 
 
-def _fail(ring: Ring, collective: str, args: tuple[Any, ...], error: BaseException) -> NoReturn:
-    """Raise the error of a launch or a wait that failed; the ring has failed then."""
+def _fail(ring: Ring, name: str, args: Any, error: BaseException, order: Any) -> NoReturn:
+    """Raise the error of a launch or a wait that failed; the ring or the order has failed then."""
     try:
         if isinstance(error, ArgumentError):  # nothing was launched, or it is that of ``differs``
             raise error
         if isinstance(error, Exception):
-            raise ring._health.failed(collective, error, args) from error
-        ring._health.interrupted(collective)
+            raise failure_of(ring, order, name, error, args) from error
+        ring._health.interrupted(name)
         raise error
     finally:
         del error  # its traceback has this frame: the two would keep the tensors of the call
@@ -293,7 +293,7 @@ def begin(ring: Ring, call: Call[Any], blocks: int) -> Work | None:
             with ring._engine.bounded(blocks):
                 pending = call.launch(out, x.detach(), *call.args)
         except BaseException as error:
-            _fail(ring, call.collective, call.args, error)
+            _fail(ring, call.collective, call.args, error, call.order)
         count(ring, call.collective, call.entry, call.order)
     written(out)
     return begun(Work(out, pending))

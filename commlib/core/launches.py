@@ -98,11 +98,11 @@ def _start(ring: Ring, calls: list[Call[Any]], grouped: bool) -> list[Any]:
     except Unconnected as error:
         if not grouped:
             raise
-        raise ring._health.failed(
-            calls[-1].collective, error
-        ) from error  # calls of the group may be launched
+        last = calls[-1]  # those before it may be launched
+        raise failure_of(ring, last.order, last.collective, error) from error
     except Exception as error:  # an engine may report a failure only at the end of the group
-        raise ring._health.failed(calls[-1].collective, error) from error
+        last = calls[-1]
+        raise failure_of(ring, last.order, last.collective, error) from error
     except BaseException:
         ring._health.interrupted(calls[-1].collective)
         raise
@@ -142,4 +142,18 @@ def _guarded(
     except (CommError, Unconnected):
         raise
     except Exception as error:
-        raise ring._health.failed(call.collective, error, call.args, seconds) from error
+        raise failure_of(ring, call.order, call.collective, error, call.args, seconds) from error
+
+
+def failure_of(
+    ring: Ring,
+    order: Any,
+    collective: str,
+    error: Exception,
+    args: tuple[Any, ...] = (),
+    seconds: float | None = None,
+) -> CommError:
+    """Return the error of a failed call: its order of calls has ended, or the ring fails."""
+    ended = None if order is None else order.failed(collective, error)
+    failure: CommError = ended or ring._health.failed(collective, error, args, seconds)
+    return failure

@@ -236,14 +236,16 @@ class GroupCalls(UnsupportedCalls, Collectives):
             group_rings.release(rings, orders)
 
     def abort(self) -> None:
-        """Abort the rings that were made for groups, with all calls in flight.
+        """End the calls in flight; later ones raise.
 
-        A ring of the program stays. Sends and receives that wait for their launch are dropped.
+        On a CPU other groups over the same ranks go on, unless this one has made their ring. Else
+        the rings that were made for groups are aborted, and end with all their groups. A ring of
+        the program stays. Sends and receives that wait for their launch are dropped.
         """
         for ring in self.rings.values():
             pairs.drop(ring)
         (rings, orders), self._held = self._held, ({}, {})
-        group_rings.abort(rings)
+        group_rings.abort(rings, orders)
         group_rings.release({}, orders)
 
     def supports_tensor_alloc(self, device: Any) -> bool:

@@ -168,10 +168,18 @@ def _release(ring: CommContext) -> None:
         _close(ring, abort=False)
 
 
-def abort(rings: dict[str, CommContext]) -> None:
-    """Abort the rings that groups have made, with all calls in flight."""
-    for ring in rings.values():
-        if _users.pop(ring, None) is not None:
+def abort(rings: dict[str, CommContext], orders: Mapping[str, CallOrder]) -> None:
+    """End the calls in flight of a group, and later ones.
+
+    A group with its own connections ends alone while others use its ring, and on a ring of the
+    program. Else the ring is aborted, if a group has made it.
+    """
+    for kind, ring in rings.items():
+        order = orders.get(kind)
+        if order is not None and order.is_apart and _users.get(ring) != 1:
+            order.abort()
+            _release(ring)
+        elif _users.pop(ring, None) is not None:
             _close(ring, abort=True)
 
 

@@ -10,11 +10,12 @@ from commlib.core.calls.call import Call
 from commlib.core.calls.log import CallLog
 from commlib.core.calls.reports import CallReports
 from commlib.core.context import CommContext
+from commlib.core.failures import is_gone
 from commlib.core.posting import with_codes
 from commlib.core.ring import Ring
 from commlib.deadlines import Deadline, bounded
 from commlib.engines.c10d.engine import C10dEngine
-from commlib.errors import CommTimeout, RingError
+from commlib.errors import CommError, CommTimeout, EngineError, RingError
 from commlib.rendezvous.host_exchange import gloo_round, host_number
 from commlib.rendezvous.shared_memory import SharedMemoryAllGather, open_shared_memory
 from commlib.rendezvous.store import BoundedStore, EngineStore
@@ -52,6 +53,7 @@ class CallOrder:
             ring._boards.append(self.board)
         self.log = None if reports is None else reports.calls
         self.ended = False
+        self.fault: str | None = None  # why no call can be made
         self._names: dict[str, str] = {}  # of collectives, with the order's own
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -71,13 +73,10 @@ class CallOrder:
         """Make a call one of this order.
 
         Raises:
-            RingError: The order is closed. The ring goes on.
+            RingError: The order is closed or aborted. The ring goes on.
         """
-        if self.ended:
-            raise RingError(
-                f"{self.ring._describe(call.collective)}: group {self.name!r} is closed; "
-                f"make the call in another group, or call new_group on every member"
-            )
+        if self.fault is not None:
+            raise RingError(self._unusable(call.collective))
         if call.order is not None:  # it is made again
             return
         call.order = self
@@ -90,11 +89,52 @@ class CallOrder:
         if self.engine is not None and getattr(call.launch, "__self__", None) is self.ring._engine:
             call.launch = getattr(self.engine, call.launch.__name__)
 
+    def _unusable(self, collective: str) -> str:
+        return (
+            f"{self.ring._describe(collective)}: group {self.name!r} {self.fault}; make the call "
+            f"in another group, or call new_group on every member"
+        )
+
+    def failed(self, collective: str, error: Exception) -> CommError | None:
+        """Return the error of a call that ended because this or another member ended the order.
+
+        Returns:
+            The error; None if the failure is that of the ring.
+        """
+        ring = self.ring
+        if self.engine is None or ring._health.fault is not None:
+            return None
+        if not (self.ended or is_gone(error)):
+            return None
+        if self.fault is None:
+            others = [rank for rank in ring.ranks if rank != ring.ranks[ring.rank]]
+            whose = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
+            self.fault = f"was ended by {whose}, which has aborted or closed it or is not alive"
+        return EngineError(self._unusable(collective))
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the calls have their own connections, which can end before the ring."""
+        return self.engine is not None
+
+    def abort(self) -> None:
+        """End the calls in flight, and free the connections of the order; the ring goes on."""
+        if self.engine is not None and not self.ended and not self.ring._health.ended:
+            self.ended, self.fault = True, "was aborted"  # first: waits of other threads end now
+            if self._reports is not None:
+                self._reports.abandon()
+            self.engine.cut()
+            self._free()
+        self.close()
+
     def close(self) -> None:
         """Free the connections of the order; the ring goes on. A second call does nothing."""
         ended, self.ended = self.ended, True
-        if ended:
-            return
+        self.fault = self.fault or "is closed"
+        if not ended:
+            self._free()
+
+    def _free(self) -> None:
         if self._memory is not None:
             self.ring._boards.remove(self._memory.board)
             self._memory.close()

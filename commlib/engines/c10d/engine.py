@@ -248,10 +248,14 @@ class C10dEngine(Engine):
     def abort(self) -> None:
         """End the calls in flight, and release the process group."""
         for one in (self, *self._apart):
-            if self.on_host and one.pg is not None:
-                cut = partial(host_exchange.cut, one.pg)
-                self.health.attempt(cut, Deadline(ABORT_S), "aborting")
+            one.cut()
         self._release(Deadline(ABORT_S))
+
+    def cut(self) -> None:
+        """End the calls in flight on a host, on this rank and soon on its peers."""
+        if self.on_host and self.pg is not None:
+            cut = partial(host_exchange.cut, self.pg)
+            self.health.attempt(cut, Deadline(ABORT_S), "aborting")
 
     def _release(self, deadline: Deadline) -> None:
         for one in (*self._apart, self):
