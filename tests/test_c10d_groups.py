@@ -195,6 +195,7 @@ def test_works_and_futures(ring: Any) -> None:
         doubled = work.get_future().then(lambda future: future.value()[0] * 2)
         assert_equal(doubled.wait().tolist(), [4.0] * 3, "a callback of the future")
         assert_equal(work.wait(timedelta(seconds=20)), True, "wait with a timeout")
+        assert_equal(work.wait(20.0), True, "wait with a number of seconds")
         if not takes_subclasses():  # there, C++ passes waits and futures of a work alone
             assert_equal((work.is_completed(), work.is_success()), (True, True), "state")
             assert_equal((work.exception(), work.result()[0] is x), (None, True), "outcome")
@@ -235,8 +236,12 @@ def test_monitored_barrier_of_torch(ring: Any) -> None:
         dist.monitored_barrier(alone)
         assert_equal(ring.report()["calls"], calls, "calls of the ring")
         if ring.rank == 0:
-            with raises(CommTimeout, "monitored_barrier", "0.3 s", "rank 1"):
-                dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+            seconds: Any = 0.3  # C++ takes a number too
+            for given in (timedelta(seconds=seconds), seconds):
+                with raises(CommTimeout, "monitored_barrier", "0.3 s", "rank 1"):
+                    dist.monitored_barrier(timeout=given)
+            with raises(CommTimeout, "monitored_barrier", "0.001 s", "rank 1"):
+                dist.monitored_barrier(timeout=timedelta(0))
     signature = inspect.signature(dist.monitored_barrier)
     assert_equal([*signature.parameters], ["group", "timeout", "wait_all_ranks"], "signature")
 

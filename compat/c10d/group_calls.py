@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from commlib.compat.c10d import group_rings, pairs
 from commlib.compat.c10d.collectives import Collectives, Given
 from commlib.compat.c10d.launching import Batch, Step, launch, launch_async
-from commlib.compat.c10d.options import options, single
+from commlib.compat.c10d.options import duration, options, single
 from commlib.compat.c10d.unsupported import UnsupportedCalls
 from commlib.compat.c10d.work import DONE, GroupWork, HostBarrier
 from commlib.core.calls.order import CallOrder
@@ -172,7 +172,7 @@ class GroupCalls(UnsupportedCalls, Collectives):
         """Block the host until every rank has called it; the error names the ranks that have not.
 
         Args:
-            timeout: A timedelta. Default: the group's, or its ring's if that is shorter.
+            timeout: A timedelta or seconds. Default: that of the group, or of its ring if shorter.
             wait_all_ranks: The error always names all ranks that are late.
 
         Raises:
@@ -180,7 +180,10 @@ class GroupCalls(UnsupportedCalls, Collectives):
         """
         pairs.flush()
         given = getattr(timeout, "timeout", timeout)  # C++ passes its options
-        limit = self._limited if given is None or given <= _UNSET else given
+        given = None if given is None else duration(given)
+        limit: Any = self._limited  # C++ passes a negative timeout where none is given
+        if given is not None and given >= _UNSET:
+            limit = max(given, timedelta(milliseconds=1))
         self._main.monitored_barrier(timeout=limit)
 
     # -- coalescing --------------------------------------------------------------------------------

@@ -13,6 +13,11 @@ from commlib.errors import ArgumentError, ShapeError
 Tensor = torch.Tensor
 
 
+def duration(given: timedelta | float) -> timedelta:
+    """Return a timeout that may be a number of seconds, as C++ takes it too."""
+    return given if isinstance(given, timedelta) else timedelta(seconds=given)
+
+
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors of an argument that may be a single one, without their gradients."""
     if isinstance(tensors, Tensor):

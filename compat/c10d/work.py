@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commlib.compat.c10d.options import duration
 from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
 from commlib.core.work import Work
@@ -39,7 +40,7 @@ class GroupWork(dist.Work):
 
     # -- what C++ calls ----------------------------------------------------------------------------
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta | float = _NO_TIMEOUT) -> bool:
         """Make the results safe to use; the host blocks on a CPU, and with a timeout.
 
         Raises:
@@ -47,7 +48,8 @@ class GroupWork(dist.Work):
                 The ring can't be used any more.
             EngineError: The engine reports a failure.
         """
-        self._join(timeout if timeout > _NO_TIMEOUT else None)
+        given = duration(timeout)
+        self._join(given if given > _NO_TIMEOUT else None)
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -144,12 +146,13 @@ class GroupWork(dist.Work):
 class HostBarrier(GroupWork):
     """A barrier, whose ``wait`` blocks the host on every device, as that of torch does."""
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta | float = _NO_TIMEOUT) -> bool:
         """Block until every rank has called the barrier.
 
         Raises:
             CommTimeout: Ranks are missing at the deadline.
         """
+        timeout = duration(timeout)
         limited = timeout > _NO_TIMEOUT or any(work._limit is not None for work in self._works)
         if not limited and self._ring.stream is not None and not capturing():
             timeout = timedelta(seconds=self._ring.timeout)
