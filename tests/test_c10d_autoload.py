@@ -82,6 +82,25 @@ def test_the_groups_of_a_program_are_rings(path: str, tmp_path: Path) -> None:
     ), err
 
 
+@pytest.mark.parametrize("program", ["tests/programs/trainer.py", "examples/transformers_tp.py"])
+def test_programs_of_transformers(path: str, program: str) -> None:
+    """The Trainer and a tensor-parallel model under torchrun print the digits of stock gloo."""
+    found = {}
+    for given, backend in (("0", "gloo"), ("1", "commlib")):
+        code, out, err = run(
+            *(*LAUNCHER, "--nproc-per-node", "2", str(ROOT / program)),
+            fresh=True,
+            PYTHONPATH=path,
+            CUDA_VISIBLE_DEVICES="",
+            **{flags.TORCH_BACKEND: given, flags.UNIFIED: "1"},
+        )
+        assert code == 0, err
+        assert f"backend {backend}" in err, err
+        found[backend] = [line for line in out.splitlines() if not line.startswith("{")]
+    assert found["gloo"]
+    assert found["commlib"] == found["gloo"]
+
+
 def test_a_package_that_can_not_be_imported(path: str, tmp_path: Path) -> None:
     """Torch is as it was without the flag; with it, no program runs on torch's own groups."""
     broken, program = tmp_path / "commlib", tmp_path / "program.py"
