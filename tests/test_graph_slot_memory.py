@@ -1,5 +1,6 @@
 """The GPU memory of slots: what they share, and what the runs before a capture leave."""
 
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -130,6 +131,50 @@ def test_what_verified_calls_in_flight_have_taken(comm: Any) -> None:
         grown = outside_of_graphs(comm.device) - before
         assert grown < 4 * NBYTES, f"{grown / 2**20:.0f} MiB are kept"
     assert all(row["verify_seconds"] > 0 for row in graph.report(g)), "verified replays"
+
+
+class Saved:
+    """Something that autograd keeps for a backward; counts where no capture finds the numbers."""
+
+    alive, most = c_int64(0), c_int64(0)
+
+    def __init__(self) -> None:
+        self.alive.value += 1
+        self.most.value = max(self.most.value, self.alive.value)
+
+    def __del__(self) -> None:
+        self.alive.value -= 1
+
+
+class Keeping(torch.autograd.Function):
+    """A step that keeps a ``Saved`` as long as its output's history lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = Saved()
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+
+@runs_on("gpu_ranks")
+def test_a_second_capture_of_a_slot(comm: Any) -> None:
+    """What the first one has saved is released before, so that it takes the same memory."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor = Keeping.apply(x)  # type: ignore[no-untyped-call]
+        return kept
+
+    g = graph.capture(fn, outputs="copy", verify=False)
+    xs = [torch.randn(5, device=comm.device, requires_grad=True) for _ in range(2)]
+    g(xs[0]).sum().backward()
+    Saved.most.value = Saved.alive.value = 1  # that of the slot; rehearsals have had more
+    before = graph.report(g)[0]["capture_seconds"]
+    g(xs[1]).sum().backward()
+    assert graph.report(g)[0]["capture_seconds"] != before, "captured again, with memory for x"
+    assert (Saved.alive.value, Saved.most.value) == (1, 1), "never two at once"
 
 
 class Block(torch.nn.Module):

@@ -111,6 +111,11 @@ class Outputs:
         """Make borrowed outputs of the last replay that are still held raise when read."""
         self._guards.expire(event, line)
 
+    def release(self, event: str, line: object = None) -> None:
+        """Release the graph's memory, which the next capture may use; ``expire`` what is held."""
+        self.expire(event, line)
+        self._kinds.clear()
+
     def give(
         self, given: Sequence[torch.Tensor], where: object = None, join: Join | None = None
     ) -> Any:

@@ -85,6 +85,7 @@ class CapturedCall:
         self._record(call, gradients, again=later, done=done)
         if self.segments.reads and not own:  # a later capture may find other values
             self.inputs.make_room(call, arguments)
+            self.outputs.release("the second capture")
             self.segments.release()
             self._record(call, gradients, again=True, done=done)
         self.log.uncaptured = self.segments.reports_capture
@@ -203,8 +204,8 @@ class CapturedCall:
         """Capture the call with the graphs' own memory for some of its arguments."""
         check_foreign()
         self.inputs.make_room(call, positions)
-        self.outputs.expire("the call at", ProgramLine.of(caller))
         self.lost = True
+        self.outputs.release("the call at", ProgramLine.of(caller))
         self.segments.release()
         self._record(call, gradients, again=True, done=done)
         self.lost = False

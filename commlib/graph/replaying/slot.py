@@ -71,6 +71,9 @@ class Slot:
 
     def prepare(self) -> None:
         """Hold the nodes of leaves, which then have these and no others in the capture."""
+        if self._backwards:  # the capture uses the memory of an earlier one again
+            self._outs.clear()
+            self._release_backwards()
         with self._recipe.backend.waiting():
             self._ends = [get_gradient_edge(leaf) for leaf in self.parameters]
         if self._recipe.gradients == "accumulate":
@@ -84,7 +87,6 @@ class Slot:
         self._outs = [tensor for tensor in made if leads_back(tensor)]
         self._tensors = (*inputs, *self.parameters)
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
-        self._release_backwards()
         self._forms = GradientForms(self._outs)
         every = self._forms.every
         whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
