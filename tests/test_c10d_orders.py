@@ -178,6 +178,28 @@ def test_a_group_that_another_rank_aborts(ring: Any) -> None:
         assert_equal(x.tolist(), [2.0, 2.0], "the group of all ranks")
 
 
+@runs_on("four_ranks")
+def test_an_aborted_group_of_four(ring: Any) -> None:
+    """Rank 2 has a connection in use to ranks 1 and 3 alone, whose calls the abort ends first."""
+    commlib.shutdown()
+    with initialised(ring, "commlib"):
+        group: Any = dist.new_group(range(4))
+        x = torch.ones(1000)
+        dist.all_reduce(x, group=group)
+        dist.barrier()
+        begun = time.monotonic()
+        if ring.rank == 0:
+            time.sleep(0.5)  # the others wait by then
+            distributed_c10d._abort_process_group(group)
+        else:
+            with raises(EngineError, "was ended by one of the ranks", "call new_group"):
+                dist.all_reduce(x, group=group)
+        assert_equal(time.monotonic() - begun < 15, True, "ended before the deadline")
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert_equal(x.tolist(), [4.0, 4.0], "the group of all ranks")
+
+
 @runs_on("ranks")
 def test_an_abort_of_the_group_that_made_the_ring(ring: Any) -> None:
     """The calls of this group are the ring's own, so the ring ends with all its groups."""

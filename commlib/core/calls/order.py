@@ -104,12 +104,13 @@ class CallOrder:
         ring = self.ring
         if self.engine is None or ring._health.fault is not None:
             return None
-        if not (self.ended or is_gone(error)):
+        if self.fault is None and not is_gone(error):
             return None
         if self.fault is None:
             others = [rank for rank in ring.ranks if rank != ring.ranks[ring.rank]]
             whose = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
             self.fault = f"was ended by {whose}, which has aborted or closed it or is not alive"
+            self.engine.cut()  # members that wait for this one alone would do so until the deadline
         return EngineError(self._unusable(collective))
 
     @property

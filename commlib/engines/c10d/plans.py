@@ -41,8 +41,7 @@ def plan_of(dtype: torch.dtype, reduction: ReductionSpec, *, on_host: bool) -> P
     """Return the plan of a reduction of tensors of ``dtype``.
 
     Raises:
-        DtypeError: NCCL does not reduce the dtype in that way.
-        ReductionError: It has the reduction for no dtype.
+        ReductionError: NCCL has no such reduction.
     """
     if not on_host and reduction.op in BITWISE:
         raise ReductionError(
