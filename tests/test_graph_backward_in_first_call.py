@@ -5,6 +5,7 @@ On a GPU it runs in a thread of autograd, for which the call waits.
 
 import threading
 from collections.abc import Callable
+from ctypes import c_int64
 from typing import Any
 
 import pytest
@@ -142,6 +143,40 @@ def test_a_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "under_way", [object()])
     with raises(GraphError, "one graph at a time"):
         check_single()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_second_capture_that_fails(
+    grad: bool, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own error is raised, and the next call is captured from the beginning."""
+    monkeypatch.setattr(CpuBackend, "copies_arguments", False)  # as on a GPU
+    fails = c_int64(0)  # captures do not find it
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if fails.value:
+            raise kind("not now")
+        return x * 3
+
+    def check(turn: int) -> None:
+        x = xs[turn]
+        y = g(x)
+        assert_bits_equal(y.detach(), x.detach() * 3, f"turn {turn}")
+        if grad:
+            assert_equal(torch.autograd.grad(y.sum(), x)[0].tolist(), [3.0] * 3, f"turn {turn}")
+
+    g = graph.capture(fn, outputs="copy", verify=False)
+    xs = [torch.full((3,), turn + 1.0, requires_grad=grad) for turn in range(4)]
+    check(0)
+    fails.value = 1  # the second call has other memory
+    with pytest.raises((kind, GraphError), match="not now"):
+        g(xs[1])
+    fails.value = 0
+    for turn in (2, 3):
+        check(turn)
+    (row,) = graph.report(g)
+    assert_equal((row["replays"], row["eager"]), (1, None), "replays")
 
 
 # -- threads ---------------------------------------------------------------------------------------

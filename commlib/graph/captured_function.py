@@ -124,12 +124,12 @@ class CapturedFunction(Generic[P, R]):
             real: R = error.result
             return real
         except OtherValue as error:
+            self.entries.drop_lost(call.key, entry)
             log.once("a call of %s is made eagerly: %s", self.name, error)
-        except GraphError as error:
-            if entry is not None and not entry.drop_lost():
+        except BaseException as error:
+            lost = self.entries.drop_lost(call.key, entry)
+            if not isinstance(error, GraphError) or (entry is not None and not lost):
                 raise  # the call is wrong, not the capture
-            if entry is None or not entry.parts:
-                self.entries.pop(call.key, None)
             self._stay_eager(call.key, error)
         return called_unhooked(self.fn, args, kwargs)
 

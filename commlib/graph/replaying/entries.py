@@ -80,6 +80,14 @@ class Entries(dict[Any, Entry]):
         if entry is not None:
             entry.release()
 
+    def drop_lost(self, key: Any, entry: Entry | None) -> bool:
+        """Drop the graphs of an entry that could not be captured again; return True if any."""
+        if entry is None or not entry.drop_lost():
+            return False
+        if not entry.parts:
+            self.pop(key, None)
+        return True
+
     def drop_stale(self, key: Any, entry: Entry, name: str) -> GraphError | None:
         """Release the graphs of an entry whose tensors were replaced, if it is still there.
 
