@@ -2,10 +2,12 @@
 
 from ctypes import c_int64
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from commlib import graph
+from commlib.graph.backends.base import CpuBackend
 from commlib.graph.backends.graph_memory import usage
 from tests.support.checks import assert_bits_equal
 from tests.support.runs_on import runs_on
@@ -159,7 +161,8 @@ class Keeping(torch.autograd.Function):
         return grad * 3
 
 
-@runs_on("gpu_ranks")
+@runs_on("unified_ranks")
+@patch.object(CpuBackend, "copies_arguments", new=False)  # as on a GPU
 def test_a_second_capture_of_a_slot(comm: Any) -> None:
     """What the first one has saved is released before, so that it takes the same memory."""
 
