@@ -16,6 +16,8 @@
 //     the sender's memory. The sender waits for the tag of the row before. A sender of sums keeps the
 //     last tag of each slot in `used`: which tokens have a sum of it follows from the routing alone.
 // Tags never repeat, so no flag has to be put back, and calls may have any number of rows.
+// Slots and rows begin at a line of 128 bytes, and a warp writes whole ones: other GPUs get parts of a
+// line more slowly.
 //
 // Why no circle of ranks waits:
 //   - On the way to the experts, row j of a sender for a rank (the j-th token with an expert there)
@@ -238,19 +240,15 @@ __device__ inline bool await_room(const Call& call, const State& state, int to, 
                                   u64 last = 0) {
     const u64* begun = &control(call, call.rank)->begun[to];
     const u64* from = freed(call, call.rank, to, index);
-    const bool good = await(call, state, [&] {
-        return peek(begun) + 1 >= state.call && (!last || peek(from) == last) ? kReady : to;
+    return await(call, state, [&] {
+        return acquire(begun) + 1 >= state.call && (!last || acquire(from) == last) ? kReady : to;
     });
-    fence();
-    return good;
 }
 
 __device__ inline bool await_flag(const Call& call, const State& state, int from, int index,
                                   u64 expected) {
     const u64* raised = flag(call, state, call.rank, from, index);
-    const bool good = await(call, state, [&] { return peek(raised) == expected ? kReady : from; });
-    fence();
-    return good;
+    return await(call, state, [&] { return acquire(raised) == expected ? kReady : from; });
 }
 
 // The number of a thread in the second warp, if it is that of a rank, else -1. That warp tells peers

@@ -126,10 +126,10 @@ __device__ void push_sum(const Call& call, const Sum& of, char* to) {
         for (int h = 0; h < kHeld; ++h) {
             const int i = begin + h * kThreads;
             if (i >= vectors) continue;
-            float4* target = reinterpret_cast<float4*>(to) + i * (n / 4);
+            float4* target = reinterpret_cast<float4*>(to) + i;
 #pragma unroll
-            for (int k = 0; k < n; k += 4) {
-                target[k / 4] = make_float4(sum[h][k], sum[h][k + 1], sum[h][k + 2], sum[h][k + 3]);
+            for (int k = 0; k < n; k += 4) {  // far apart, so that a warp writes whole lines
+                target[k / 4 * vectors] = make_float4(sum[h][k], sum[h][k + 1], sum[h][k + 2], sum[h][k + 3]);
             }
         }
     }
@@ -228,7 +228,7 @@ __device__ void take_sum(const Call& call, const State& state, u32 ranks, int in
                 if (i >= vectors) continue;
 #pragma unroll
                 for (int k = 0; k < n; k += 4) {
-                    const float4 v = __ldcg(from + i * (n / 4) + k / 4);
+                    const float4 v = __ldcg(from + k / 4 * vectors + i);
                     const float part[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                     for (int m = 0; m < 4; ++m) {

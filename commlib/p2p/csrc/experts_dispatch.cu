@@ -22,7 +22,8 @@ struct Plan {  // of the token that a block pushes
     int4 choice[kChoices];
 };
 
-__device__ inline i64 header_bytes(const Call& call) { return (call.choices + 1) * 16; }
+// In whole lines, as in experts/layout.py.
+__device__ inline i64 header_bytes(const Call& call) { return ((call.choices + 1) * 16 + 127) / 128 * 128; }
 
 // -- pushing ---------------------------------------------------------------------------------------
 
@@ -56,6 +57,21 @@ __device__ bool plan_token(const Call& call, const State& state, int token, int 
 __device__ inline int first_token() { return blockIdx.x - 1; }
 __device__ inline int stride(const Call& call) { return call.pushers - 1; }
 
+__device__ inline void write_headers(const Call& call, const Plan& plan, u32 ranks, int token,
+                                     char* const* slots) {
+#pragma unroll 1
+    for (u32 left = ranks; left; left &= left - 1) {
+        const int r = __ffs(left) - 1;
+        Header* header = reinterpret_cast<Header*>(slots[r] - header_bytes(call));
+        if (threadIdx.x == 0) header->token = make_int4(token, 0, 0, 0);
+        if (threadIdx.x < call.choices) {
+            int4 choice = plan.choice[threadIdx.x];
+            if (plan.owner[threadIdx.x] != r) choice.x = -1;
+            header->choice[threadIdx.x] = choice;
+        }
+    }
+}
+
 template <bool Known, class Way>
 __device__ bool push(const Call& call, const State& state) {
     __shared__ Plan plan;
@@ -75,24 +91,20 @@ __device__ bool push(const Call& call, const State& state) {
             slots[threadIdx.x] = slot(call, state, threadIdx.x, call.rank, index) + header_bytes(call);
         }
         __syncthreads();
-        const u32 ranks = Way::kOwnSlots ? plan.ranks : plan.ranks & ~(1u << call.rank);
-        if (ranks) Way::push(call, call.x + static_cast<i64>(token) * call.row, ranks, slots);
-#pragma unroll 1
-        for (u32 left = plan.ranks; left; left &= left - 1) {
-            const int r = __ffs(left) - 1;
-            Header* header = reinterpret_cast<Header*>(slots[r] - header_bytes(call));
-            if (threadIdx.x == 0) header->token = make_int4(token, 0, 0, 0);
-            if (threadIdx.x < call.choices) {
-                int4 choice = plan.choice[threadIdx.x];
-                if (plan.owner[threadIdx.x] != r) choice.x = -1;
-                header->choice[threadIdx.x] = choice;
-            }
-        }
         const int peer = after_first_warp();  // the first warp goes on with the next token
-        const bool raises = peer >= 0 && has(plan.ranks, peer);
-        const int row = raises ? plan.row[peer] : 0;
+        const int row = peer >= 0 ? plan.row[peer] : 0;
+        const u32 here = Way::kOwnSlots ? 0 : plan.ranks & 1u << call.rank, others = plan.ranks & ~here;
+        if (here) {  // its flag needn't wait until rows are at other ranks
+            write_headers(call, plan, here, token, slots);
+            __syncthreads();
+            if (peer == call.rank) raise(call, state, peer, row % call.slots, tag(state, row));
+        }
+        if (others) {
+            Way::push(call, call.x + static_cast<i64>(token) * call.row, others, slots);
+            write_headers(call, plan, others, token, slots);
+        }
         __syncthreads();
-        if (raises) raise(call, state, peer, row % call.slots, tag(state, row));
+        if (peer >= 0 && has(others, peer)) raise(call, state, peer, row % call.slots, tag(state, row));
     }
     return true;
 }

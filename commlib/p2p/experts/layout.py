@@ -12,6 +12,7 @@ RANKS, EXPERTS, CHOICES, SLOTS = 16, 1024, 32, 4096  # as in experts.cuh
 INVERSE = 20  # bits of ExpertCall.inverse after the point; as in experts.cuh
 CALLS, LIMIT = 128, 136  # offsets of the number of calls and of limit_ns, in bytes
 _CONTROL, _WORD = 4096, 8  # bytes of control words, and of a word
+_LINE = 128  # bytes; slots and rows begin at one
 _HALVES = 2  # of counts, flags and slots: calls use them in turn
 _COUNTERS = EXPERTS + RANKS
 
@@ -55,16 +56,20 @@ class Layout:
         self.freed = self.flag + _HALVES * words
         self.used = self.freed + words
         self.progress = self.used + words
-        self.slot = self.progress + nvrtc.MOST_BLOCKS * _WORD // VECTOR * VECTOR + VECTOR
-        self.share = room // _HALVES // size // VECTOR * VECTOR  # of one pair of ranks
+        self.slot = _in_lines(self.progress + nvrtc.MOST_BLOCKS * _WORD)
+        self.share = room // _HALVES // size // _LINE * _LINE  # of one pair of ranks
         self.nbytes = self.slot + _HALVES * self.share * size
 
 
 def slot_bytes(kind: int, spec: ExpertSpec) -> int:
     """Return the bytes of one row on its way: with its header, or as a sum in float32."""
     if kind == COMBINE:
-        return spec.width * 4
+        return _in_lines(spec.width * 4)
     row = spec.width * spec.dtype.itemsize
     if spec.quantize:
-        row = spec.width + -(-spec.width // GROUP * 4 // VECTOR) * VECTOR
-    return (spec.top_k + 1) * VECTOR + row
+        row = spec.width + spec.width // GROUP * 4
+    return _in_lines((spec.top_k + 1) * VECTOR) + _in_lines(row)
+
+
+def _in_lines(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
