@@ -9,7 +9,7 @@
 #include "experts_counts.cuh"
 #include "experts_moves.cuh"
 
-// What a slot holds: token, then an entry per choice, then the row.
+// What a slot holds: token, then an entry per choice; the row begins at the next line.
 struct Header {
     int4 token;  // its number
     int4 choice[kChoices];  // index or place (-1: not for this rank), local expert, weight
@@ -118,6 +118,7 @@ __device__ bool find_places(const Call& call, const State& state, int from, int 
     bool good = true;
     if (lane == 0) good = await_flag(call, state, from, index, tag(state, row));
     if (!__all_sync(kWarp, good)) return false;
+    __syncwarp();  // a vote orders no memory: other lanes read what lane 0 has acquired
     const Header* header = reinterpret_cast<Header*>(slot(call, state, call.rank, from, index));
     const int token = __ldcg(&header->token).x;
     int4 choice = make_int4(-1, 0, 0, 0);
