@@ -92,6 +92,10 @@ struct Quantized {  // 8 bits per element, and after them a scale per group
     static constexpr bool kOwnSlots = true;
     static constexpr int kGroup = 128, kLanes = kGroup / kItems<T>, kWords = kItems<T> / 4;
 
+    struct alignas(4 * kWords) Words {  // of a thread, in one store, so that a warp writes whole lines
+        u32 word[kWords];
+    };
+
     __device__ static int bytes(const Call& call) { return call.row / 16 * kItems<T>; }
 
     __device__ static void push(const Call& call, const char* row, u32 ranks, char* const* to) {
@@ -108,15 +112,12 @@ struct Quantized {  // 8 bits per element, and after them a scale per group
             }
             if (i >= vectors) continue;
             const float part = __fdiv_rn(most, 448.0f), scale = part == 0 ? 1.0f : part;
-            u32 words[kWords];
+            Words words;
 #pragma unroll
-            for (int n = 0; n < kWords; ++n) words[n] = float8s(x + 4 * n, scale);
+            for (int n = 0; n < kWords; ++n) words.word[n] = float8s(x + 4 * n, scale);
             for (u32 left = ranks; left; left &= left - 1) {
                 char* target = to[__ffs(left) - 1];
-#pragma unroll
-                for (int n = 0; n < kWords; ++n) {
-                    reinterpret_cast<u32*>(target)[i * kWords + n] = words[n];
-                }
+                reinterpret_cast<Words*>(target)[i] = words;
                 if (i % kLanes == 0) {
                     reinterpret_cast<float*>(target + bytes(call))[i / kLanes] = scale;
                 }
