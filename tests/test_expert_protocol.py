@@ -106,6 +106,13 @@ def _calls_before_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "is_free", is_free)
 
 
+def _one_more_call_may_be_ahead(patch: pytest.MonkeyPatch) -> None:
+    def has_begun(self: Block, rank: int) -> int:
+        return READY if self.rank.begun[rank] + 2 >= self.number else rank
+
+    patch.setattr(Block, "has_begun", has_begun)
+
+
 def _one_half(patch: pytest.MonkeyPatch, kind: str) -> None:
     half = Block.half
 
@@ -202,6 +209,7 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
         _flag_before_data,
         _no_wait_for_a_free_slot,
         _calls_before_are_not_awaited,
+        _one_more_call_may_be_ahead,
         _counts_in_one_half,
         _flags_in_one_half,
         _slots_in_one_half,

@@ -6,7 +6,7 @@ and which row it is of. Names are those of experts.cuh.
 
 import heapq
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from random import Random
@@ -247,14 +247,17 @@ class Block:
         free = last is None or self.rank.memory.get(self.word("freed", to, index)) == last
         return self.has_begun(to) if free else to
 
-    def fill(self, to: int, row: int) -> Generator[float, None, None]:
-        """Fill the slot of a row and raise its flag."""
-        index, tag = row % self.call.slots, (self.number, row)
-        for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
-            self.poke(to, self.half("cell", self.me, cell), (self.call.number, self.me, row))
-            yield 0
+    def fill(self, rows: Mapping[int, int]) -> Generator[float, None, None]:
+        """Fill the slots of ``rows``, one per rank, and raise their flags."""
+        for to, row in rows.items():
+            index = row % self.call.slots
+            for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
+                self.poke(to, self.half("cell", self.me, cell), (self.call.number, self.me, row))
+                yield 0
         yield from self.fence()
-        self.poke(to, self.half("flag", self.me, index), tag)
+        for to, row in rows.items():
+            index = row % self.call.slots
+            self.poke(to, self.half("flag", self.me, index), (self.number, row))
 
     def is_raised(self, source: int, row: int) -> int:
         place = self.half("flag", source, row % self.call.slots)
@@ -282,18 +285,28 @@ class Block:
             return (yield from self.announce()) and (yield from self.are_counted(self.call.live))
         numbers = [0] * self.machine.size
         for token, ranks in enumerate(self.call.ranks[self.me]):
+            rows = {rank: numbers[rank] for rank in ranks}
             for rank in ranks:
-                row, numbers[rank] = numbers[rank], numbers[rank] + 1
-                if token % (self.kernel.pushers - 1) != self.index - 1:
-                    continue
-                free = partial(self.is_free, rank, row % self.call.slots, self.last(row))
-                if not (yield from self.wait(free)):
-                    return False
-                yield from self.fill(rank, row)
+                numbers[rank] += 1
+            mine = token % (self.kernel.pushers - 1) == self.index - 1
+            if mine and not (yield from self.push_token(rows)):
+                return False
         return (yield from self.are_counted(self.call.live))  # to clear the other rows
 
+    def push_token(self, rows: Mapping[int, int]) -> Steps:
+        """Wait for all slots of a token, then fill them, first the one of this rank itself."""
+        for rank, row in rows.items():
+            free = partial(self.is_free, rank, row % self.call.slots, self.last(row))
+            if not (yield from self.wait(free)):
+                return False
+        for here in (True, False):
+            some = {rank: row for rank, row in rows.items() if (rank == self.me) == here}
+            if some:
+                yield from self.fill(some)
+        return True
+
     def announce(self) -> Steps:
-        """Send the counts to all ranks, which no longer read those of the call before."""
+        """Send the counts to all ranks, which no longer read those of an earlier call there."""
         for rank in self.call.live:
             if not (yield from self.wait(partial(self.has_begun, rank))):
                 return False
@@ -367,7 +380,7 @@ class Block:
             if not (yield from self.wait(free)):
                 return False
         for to, token in sums:
-            yield from self.fill(to, token)
+            yield from self.fill({to: token})
             self.rank.memory[self.word("used", to, token % self.call.slots)] = self.number, token
         return True
 
