@@ -15,7 +15,7 @@
 //   - the receiver copies the slot and, if a later row may need it, writes the same tag to `freed`, in
 //     the sender's memory. The sender waits for the tag of the row before. A sender of sums keeps the
 //     last tag of each slot in `used`: which tokens have a sum of it follows from the routing alone.
-// Tags never repeat, so no flag has to be put back, and calls may have any number of rows.
+// Tags repeat after 2^32 calls only, so no flag has to be put back, and calls may have any number of rows.
 // Slots and rows begin at a line of 128 bytes, and a warp writes whole ones: other GPUs get parts of a
 // line more slowly.
 //

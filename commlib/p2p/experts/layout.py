@@ -57,7 +57,7 @@ class Layout:
         self.used = self.freed + words
         self.progress = self.used + words
         self.slot = _in_lines(self.progress + nvrtc.MOST_BLOCKS * _WORD)
-        self.share = room // _HALVES // size // _LINE * _LINE  # of one pair of ranks
+        self.share = room // _HALVES // size // _LINE * _LINE  # of one pair of ranks, in one half
         self.nbytes = self.slot + _HALVES * self.share * size
 
 
