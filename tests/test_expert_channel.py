@@ -86,6 +86,16 @@ def test_the_channel_is_used(comm: Any) -> None:
         assert_equal(ring._engine.memory.workspace - before, channel_of(ring).nbytes, "memory")
 
 
+@runs_on("gpu_ranks")
+def test_numbers_of_more_than_32_bits(comm: Any) -> None:
+    """The low half of a number is never 0: counts that nobody has written would look complete."""
+    with another(comm, 91) as ring:
+        channel_of(ring)._memory.put(CALLS, (2**32 - 1).to_bytes(8, "little"))
+        for seed in (1, 2):
+            check(ring, random_routing(comm.size, seed), torch.bfloat16)
+        counted(ring, 2**32 + 1 + 2 * LAUNCHES)
+
+
 @runs_on("gpu_ranks", deadline=200)
 def test_random_routings(comm: Any) -> None:
     """Random numbers of tokens, experts, choices and capacities, in rows of any width."""

@@ -117,6 +117,12 @@ __device__ inline bool has(u32 ranks, int rank) { return ranks >> rank & 1; }
 
 __device__ inline int owner(const Call& call, int expert) { return expert * call.inverse >> kInverse; }
 
+// The number of the call after `calls`: none whose low half is 0, which memory holds before the first
+// call. The halves go on taking turns.
+__device__ inline u64 following(u64 calls) {
+    return static_cast<u32>(calls + 1) ? calls + 1 : calls + 3;
+}
+
 __device__ inline u64 tag(const State& state, u32 index) {
     return state.call << 32 | (index + 1);
 }
@@ -285,7 +291,7 @@ __device__ inline bool enter(const Call& call, Kind kind, State& state) {
         const bool takes_part = rank < call.size && (!call.active || call.active[rank]);
         const u32 live = __ballot_sync(kWarp, takes_part);
         if (rank == 0) {
-            shared = {calls + 1, has(live, call.rank) ? live : 0, kind};
+            shared = {following(calls), has(live, call.rank) ? live : 0, kind};
             aborted = fault;
         }
     }
