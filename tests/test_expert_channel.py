@@ -107,18 +107,19 @@ def test_random_routings(comm: Any) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_ranks(new_gpu_ranks: NewRanks, size: int) -> None:
+    """Ranks that share a GPU take turns on it: a wait for another one takes as long as its turn."""
     with new_gpu_ranks(size) as ranks:
-        ranks(several, deadline=200)
+        ranks(several, 6, 2, deadline=200)
 
 
-def several(comm: Any) -> None:
-    for seed in range(12):
+def several(comm: Any, routings: int, turns: int) -> None:
+    for seed in range(routings):
         check(comm, random_routing(comm.size, seed), DTYPES[seed % 3], (8, 512)[seed % 2])
-    crowded(comm)
+    crowded(comm, turns)
 
 
 def test_more_gpus(many_gpu_ranks: Ranks) -> None:
-    many_gpu_ranks(several, deadline=200)
+    many_gpu_ranks(several, 12, 6, deadline=200)
 
 
 def extreme(size: int) -> list[Routing]:
@@ -146,23 +147,23 @@ def test_borders(comm: Any) -> None:
         check(comm, routing, torch.float32, 16)
 
 
-def crowded(comm: Any) -> None:
+def crowded(comm: Any, turns: int) -> None:
     """More tokens than slots, unevenly to the ranks, and slots of another size in every call."""
     with flags.override(flags.CHANNEL, 1), another(comm, 91) as ring:
         values = np.random.default_rng(5)
         numbers = {"num_experts": 2 * comm.size + 1, "capacity": 70, "top_k": 3}
         widths = (512, 512), (2048, 512), (512, 1024)
-        for turn in range(6):
+        for turn in range(turns):
             tokens = values.integers(0, 150, comm.size).tolist()
             routing = random_routing(comm.size, turn, tokens=tokens, **numbers)
             for width, back in widths:
                 check(ring, routing, torch.bfloat16, width, back)
-        counted(ring, 6 * len(widths) * LAUNCHES)
+        counted(ring, turns * len(widths) * LAUNCHES)
 
 
 @runs_on("gpu_ranks", deadline=200)
 def test_more_tokens_than_slots(comm: Any) -> None:
-    crowded(comm)
+    crowded(comm, 6)
 
 
 @runs_on("gpu_ranks", deadline=120)
