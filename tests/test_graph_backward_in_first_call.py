@@ -4,6 +4,7 @@ On a GPU it runs in a thread of autograd, for which the call waits.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from ctypes import c_int64
 from typing import Any
@@ -20,6 +21,8 @@ from commlib.graph.backends.cuda_graph import check_single
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.slot import Slot
 from commlib.graph.watching.real_call import RealCall
+from commlib.p2p.stream_order import StreamOrder
+from commlib.streams import capture_of
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -261,3 +264,30 @@ def test_further_slots_of_two_threads(comm: Any) -> None:
     torch.stack(outs).sum().backward()
     for weight in weights:
         assert_bits_equal(weight.grad, x * 20)
+
+
+@runs_on("gpu_ranks")
+def test_a_capture_begins_while_a_replay_is_ordered(comm: Any) -> None:
+    """The replay is ordered after the capture stream, which another thread captures next."""
+    x, stream = torch.ones(3, device=comm.device), of_gpu(comm.device.index).stream.cuda_stream
+    original, threads, outs = StreamOrder._fence, list[threading.Thread](), list[torch.Tensor]()
+
+    def call(factor: float) -> None:
+        torch.cuda.set_device(comm.device)
+        g = graph.capture(lambda x: x * factor, outputs="copy")
+        outs.append([g(x) for _ in range(3)][-1])
+
+    def fence(order: StreamOrder, after: int, previous: int) -> None:
+        if previous == stream and not threads:
+            threads.append(threading.Thread(target=call, args=(3.0,), daemon=True))
+            threads[0].start()
+            end = time.monotonic() + 0.5
+            while not capture_of(stream) and time.monotonic() < end:
+                time.sleep(0.001)
+        original(order, after, previous)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamOrder, "_fence", fence)
+        call(2.0)
+        threads[0].join(50)
+    assert_bits_equal(torch.stack(outs).sum(0), torch.full((3,), 5.0))

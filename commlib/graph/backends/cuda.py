@@ -64,8 +64,7 @@ class CudaBackend:
         self.device = device
         self.lock = threading.RLock()
         self._now: _Capture | None = None
-        self._failed = False  # whether a capture ever has
-        self._failed_since = False  # and since all garbage was collected
+        self._failed = self._failed_since = False  # a capture has: ever, and since a collection
         self._order = StreamOrder(device)
         self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
         with torch.cuda.device(device):
@@ -121,7 +120,8 @@ class CudaBackend:
 
     def turn(self) -> None:
         """Order the current stream after the last replay: graphs share their memory."""
-        self._order.turn()
+        with self.lock:
+            self._order.turn()
 
     def side(self) -> SideStream:
         """Return the side stream of this thread and its current stream."""
@@ -180,7 +180,8 @@ class CudaBackend:
             random = torch.cuda.default_generators[self.device.index].get_state()
             scope.enter_context(no_stale_streams())
             held = torch.cuda.memory_reserved(self.device)
-            graph.capture_begin(own, capture_error_mode="thread_local")
+            with self.lock:  # the replay of another thread may be about to wait for this stream
+                graph.capture_begin(own, capture_error_mode="thread_local")
             under_way.append(self)
             recorder, watching = Recorder(self.device, host=HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
@@ -244,11 +245,9 @@ class CudaBackend:
         if self._now is not None:
             now, self._now = self._now, None
             under_way.remove(self)
-            try:
+            with now.scope:
                 end_late()
-            finally:
-                now.scope.close()
-            self._take_turn()
+                self._take_turn()  # before another thread captures on this stream
 
     def _take_turn(self) -> None:
         """Order the next replay after what the last capture has written when it began.
@@ -256,7 +255,7 @@ class CudaBackend:
         Torch keeps the generator offset of all graphs in one GPU tensor. A replay sets it to its
         own value, and the begin of a capture sets it to 0.
         """
-        with self.lock, torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream):
             self.turn()
 
     def fail(self) -> None:

@@ -237,8 +237,7 @@ class CapturedCall:
         pointers = [tensor.data_ptr() for tensor in call.tensors]
         if pointers != self.inputs.pointers:
             self.inputs.check(call.tensors, pointers)
-        with self.segments.lock:
-            self.segments.turn()
+        self.segments.turn()
 
     def verification(self, what: str, segments: Segments, call: Arguments | None) -> Verification:
         """Return what verifies a call of one of the graphs; a backward has no ``call``."""
