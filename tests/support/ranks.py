@@ -31,6 +31,7 @@ _KILLED = f"died with exit code {-signal.SIGKILL}"
 START_S = 120  # connecting several processes on a busy machine
 GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
 UNUSED_BYTES = 2**27  # a process may keep that much GPU memory between two tests
+WHERE = signal.SIGRTMAX  # LLVM, which compilers of kernels bring, takes SIGUSR1
 SIGNAL_S = 5.0  # until a busy machine runs the handler of a signal
 
 
@@ -232,7 +233,7 @@ class _Member:
 
         A process that runs no signal handler is stuck in the kernel, which says where.
         """
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, WHERE)
         text, patience = b"", SIGNAL_S
         while self.where.poll(patience):
             chunk = os.read(self.where.fileno(), 65536)
@@ -254,7 +255,7 @@ class _Member:
 def _worker(
     jobs: "Connection[Any, bytes]", where: "Connection[Any, Any]", environment: dict[str, str]
 ) -> None:
-    faulthandler.register(signal.SIGUSR1, file=where.fileno(), all_threads=True)
+    faulthandler.register(WHERE, file=where.fileno(), all_threads=True)
     os.environ.update(environment)
     while job := _next(jobs):
         jobs.send(_outcome(job))
