@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from commlib.streams import capture_of
+from commlib.streams import capture_of, stream_captures
 
 # Tensors of calls whose Work was dropped while their stream was being captured, and of calls on a
 # stream of another library (None).
@@ -24,7 +24,12 @@ def hold_until_captured(
 
 
 def release_deferred() -> None:
-    """Release tensors that nothing uses any more; no capture may be in progress."""
+    """Release tensors that nothing uses any more; in a capture, do nothing.
+
+    Every call does it: else a program that goes on with calls of another kind keeps them for ever.
+    """
+    if not _deferred or stream_captures():
+        return
     for _ in range(len(_deferred)):
         try:
             event, origin, tensors = _deferred.popleft()

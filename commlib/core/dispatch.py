@@ -8,14 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from commlib.core.calls.call import (
-    Call,
-    Launch,
-    Result,
-    as_they_are,
-    increment_version,
-    written,
-)
+from commlib.core.calls.call import Call, Launch, Result, as_they_are, increment_version, written
 from commlib.core.calls.log import EVERY, Entry
 from commlib.core.compiler import switch
 from commlib.core.launches import failure_of, launch, on_comm_stream
@@ -27,6 +20,7 @@ from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.tensors import NO_DISPATCH
 from commlib.core.work import Work
+from commlib.deferred import release_deferred
 from commlib.engines.base import Unconnected
 from commlib.errors import ArgumentError
 from commlib.streams import current_raw, stream_captures
@@ -129,6 +123,7 @@ def launched(
             return False
     before, handle = switch(None), None  # as in ``dispatch``
     try:
+        release_deferred()
         with ring._lock:
             if ring._health.fault is not None:
                 raise ring._health.unusable(collective)

@@ -31,6 +31,7 @@ def launch(
     use_calc_stream, sync_op, fenced, blocks, seconds = mode
     fences = ring._fences
     late = partial(ring._health.late, calls[-1].collective)
+    release_deferred()
     if fences is None:
         with nullcontext() if seconds is None else ring._engine.limited(seconds):
             handles = _start(ring, calls, grouped)
@@ -42,8 +43,6 @@ def launch(
         return result
     calc = fences.calc()
     capturing = stream_captures()
-    if not capturing:
-        release_deferred()
     # Without a fence the comm stream would run outside a capture, once, and never at a replay.
     fenced = fenced or capturing
     if fenced:
@@ -71,8 +70,6 @@ def on_comm_stream(
 ) -> None:
     """Launch a dense call on the comm stream, after and before the caller's current stream."""
     calc = fences.calc()
-    if not stream_captures():
-        release_deferred()
     fences.comm_waits(calc)
     with on_stream(fences.comm):
         launch(out, x, *args)

@@ -30,8 +30,7 @@ class SplitAllReduce:
         self._end = steps.end
         self._origin = torch.cuda.current_stream(ring.device)
         self._permanent = is_permanent(self._origin)
-        if not self._permanent and not capture_of(self._origin.cuda_stream):
-            release_deferred()
+        release_deferred()
         self._number = channel.open(steps.begin, out, x)
         self._event: torch.cuda.Event | None = None  # after the second half
         self._capture = 0  # which one that is part of

@@ -188,8 +188,7 @@ def fill(
     limit = None if timeout is None else call_deadline(ring, collective, timeout)
     calc, comm = torch.cuda.current_stream(ring.device), ring._fences.comm
     capture = capture_of(calc.cuda_stream)
-    if not capture:
-        release_deferred()
+    release_deferred()
     ring._fences.comm_waits(calc)
     with on_stream(comm):
         call()
