@@ -15,9 +15,9 @@
 //   - the receiver copies the slot and, if a later row may need it, writes the same tag to `freed`, in
 //     the sender's memory. The sender waits for the tag of the row before. A sender of sums keeps the
 //     last tag of each slot in `used`: which tokens have a sum of it follows from the routing alone.
-// Tags repeat after 2^32 calls only, so no flag has to be put back, and calls may have any number of rows.
-// Slots and rows begin at a line of 128 bytes, and a warp writes whole ones: other GPUs get parts of a
-// line more slowly.
+// Tags repeat after 2^32 calls: unless a flag is left alone for just as many, none has to be put back.
+// Calls may have any number of rows. Slots and rows begin at a line of 128 bytes, and where the width
+// allows a warp writes whole ones: other GPUs get parts of a line more slowly.
 //
 // Why no circle of ranks waits:
 //   - On the way to the experts, row j of a sender for a rank (the j-th token with an expert there)
@@ -240,8 +240,8 @@ __device__ inline bool await(const Call& call, const State& state, Missing missi
     return true;
 }
 
-// Waits until a rank has begun the call before and has freed a slot of the row with the tag `last`, 0 for
-// none.
+// Waits until a rank has begun the call before (this one, where a number between is left out) and has
+// freed a slot of the row with the tag `last`, 0 for none.
 __device__ inline bool await_room(const Call& call, const State& state, int to, int index = 0,
                                   u64 last = 0) {
     const u64* begun = &control(call, call.rank)->begun[to];

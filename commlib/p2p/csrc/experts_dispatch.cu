@@ -91,7 +91,7 @@ __device__ bool push(const Call& call, const State& state) {
             slots[threadIdx.x] = slot(call, state, threadIdx.x, call.rank, index) + header_bytes(call);
         }
         __syncthreads();
-        const int peer = after_first_warp();  // the first warp goes on with the next token
+        const int peer = after_first_warp();
         const int row = peer >= 0 ? plan.row[peer] : 0;
         const u32 here = Way::kOwnSlots ? 0 : plan.ranks & 1u << call.rank, others = plan.ranks & ~here;
         if (here) {  // its flag needn't wait until rows are at other ranks
@@ -103,7 +103,7 @@ __device__ bool push(const Call& call, const State& state) {
             Way::push(call, call.x + static_cast<i64>(token) * call.row, others, slots);
             write_headers(call, plan, others, token, slots);
         }
-        __syncthreads();
+        __syncthreads();  // the first warp goes on with the next token
         if (peer >= 0 && has(others, peer)) raise(call, state, peer, row % call.slots, tag(state, row));
     }
     return true;

@@ -40,7 +40,8 @@ __device__ inline u64 peek(const u64* place) {
     return v;
 }
 
-// What this thread does next comes after it. Unlike a fence, it doesn't wait for earlier writes.
+// What this thread does next comes after it, and what others do after a barrier with it. Unlike a
+// fence, it doesn't wait for earlier writes.
 __device__ inline u64 acquire(const u64* place) {
     u64 v;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(place) : "memory");
