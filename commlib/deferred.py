@@ -6,21 +6,21 @@ import torch
 
 from commlib.streams import capture_of, stream_captures
 
-# Tensors of calls whose Work was dropped while their stream was being captured, and of calls on a
-# stream of another library (None).
-_deferred: deque[tuple[torch.cuda.Event, torch.cuda.Stream | None, object]] = deque()
+# Tensors of calls whose Work was dropped while their stream was being captured, and of calls that a
+# future waits for or that are on a stream of another library (None).
+kept: deque[tuple[torch.cuda.Event, torch.cuda.Stream | None, object]] = deque()
 
 
 def hold_until(event: torch.cuda.Event, tensors: object) -> None:
     """Keep tensors until an event has happened, whatever becomes of the stream they belong to."""
-    _deferred.append((event, None, tensors))
+    kept.append((event, None, tensors))
 
 
 def hold_until_captured(
     event: torch.cuda.Event, origin: torch.cuda.Stream, tensors: object
 ) -> None:
     """Keep tensors until their stream, which is being captured, may wait for an event."""
-    _deferred.append((event, origin, tensors))
+    kept.append((event, origin, tensors))
 
 
 def release_deferred() -> None:
@@ -28,15 +28,15 @@ def release_deferred() -> None:
 
     Every call does it: else a program that goes on with calls of another kind keeps them for ever.
     """
-    if not _deferred or stream_captures():
+    if not kept or stream_captures():
         return
-    for _ in range(len(_deferred)):
+    for _ in range(len(kept)):
         try:
-            event, origin, tensors = _deferred.popleft()
+            event, origin, tensors = kept.popleft()
         except IndexError:  # another thread has taken it
             return
         if not event.query() if origin is None else capture_of(origin.cuda_stream):
-            _deferred.append((event, origin, tensors))
+            kept.append((event, origin, tensors))
         elif origin is not None:
             event.wait(origin)
 

@@ -36,6 +36,6 @@ def test_calls_of_other_kinds_release_them(comm: Any) -> None:
             work.get_future()  # as DDP does, which drops the work then
             del work
             settle(comm)
-            assert_equal(len(deferred._deferred), 1, f"kept before a call {name}")
+            assert_equal(len(deferred.kept), 1, f"kept before a call {name}")
             call()
-            assert_equal(len(deferred._deferred), 0, f"kept after a call {name}")
+            assert_equal(len(deferred.kept), 0, f"kept after a call {name}")

@@ -41,13 +41,13 @@ def dropped(comm: Any) -> None:
         out.copy_(held["work"].wait() * 2)
 
     graph = _captured(stream, body)
-    assert_equal(len(deferred._deferred), 1, "tensors kept alive")
+    assert_equal(len(deferred.kept), 1, "tensors kept alive")
     graph.replay()
     torch.cuda.synchronize()
     assert_bits_equal(out, torch.full_like(out, 2.0), "the replay")
     held.clear()  # a Work of a capture that is over
     ops.all_gather(x, **ASYNC).wait()
-    assert_equal(len(deferred._deferred), 0, "tensors kept alive after the next call")
+    assert_equal(len(deferred.kept), 0, "tensors kept alive after the next call")
     graph.replay()
     torch.cuda.synchronize()
     assert_bits_equal(out, torch.full_like(out, 2.0), "the replay after it")

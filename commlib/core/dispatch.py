@@ -20,7 +20,7 @@ from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.tensors import NO_DISPATCH
 from commlib.core.work import Work
-from commlib.deferred import release_deferred
+from commlib.deferred import kept, release_deferred
 from commlib.engines.base import Unconnected
 from commlib.errors import ArgumentError
 from commlib.streams import current_raw, stream_captures
@@ -116,14 +116,13 @@ def launched(
         return False
     fences = None
     if mode is not ON_STREAM:
-        if mode is not ON_COMM_STREAM:
-            return False
         fences = ring._fences
-        if asked and fences is not None:
+        if mode is not ON_COMM_STREAM or (asked and fences is not None):
             return False
     before, handle = switch(None), None  # as in ``dispatch``
     try:
-        release_deferred()
+        if kept:
+            release_deferred()
         with ring._lock:
             if ring._health.fault is not None:
                 raise ring._health.unusable(collective)
