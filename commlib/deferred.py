@@ -26,7 +26,7 @@ def hold_until_captured(
 def release_deferred() -> None:
     """Release tensors that nothing uses any more; in a capture, do nothing.
 
-    Every call does it: else a program that goes on with calls of another kind keeps them for ever.
+    Collectives of all kinds do it: a program may go on with other kinds than that of the kept call.
     """
     if not kept or stream_captures():
         return
