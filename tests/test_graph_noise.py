@@ -64,12 +64,18 @@ def test_noise_that_is_seldom(often: bool, period: int) -> None:
     assert_equal(graph.report(g)[0]["repeats"], False)
 
 
-def test_noise_of_the_verified_run_alone() -> None:
-    """A few last digits are noise; another number is not, though no further run gives it."""
+@pytest.mark.parametrize("numbers", [None, 0])
+def test_noise_of_the_verified_run_alone(numbers: int | None) -> None:
+    """A few last digits are noise; another number is not, though no further run gives it.
+
+    An operator with a generator may draw no ``numbers`` from it, as attention without dropout does.
+    """
     hidden = Hidden()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y, scale = x * 2, hidden.scale
+        if numbers is not None:
+            torch.rand(numbers)
         hidden.scale = 2.0
         return y if scale == 2.0 else shaken(y, 1) if scale == 1.0 else y * scale
 
@@ -84,13 +90,26 @@ def test_noise_of_the_verified_run_alone() -> None:
         g(X)
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nothing": lambda _: None,
+    "a generator that gives no numbers": lambda _: torch.rand(0),
+    "a generator": lambda _: torch.rand(3),
+    "memory": lambda total: total.add_(1),
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("many", [False, True])
 def test_noise_of_one_replay(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, many: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, many: bool, changes: str
 ) -> None:
-    """Last digits that one replay gave, and not the next, are a warning; more is an error."""
-    hidden = Hidden()
+    """Last digits that one replay gave, and not the next, are a warning; more is an error.
+
+    The second replay begins from where the call ended, and is undone.
+    """
+    hidden, total = Hidden(), torch.zeros(1)
     replay, places = CpuRecording.replay, ctypes.c_int64()
+    torch.manual_seed(0)
 
     def noisy(recording: CpuRecording) -> None:
         replay(recording)
@@ -101,7 +120,16 @@ def test_noise_of_one_replay(
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         places.value = y.data_ptr()
+        CHANGES[changes](total)
         return y
+
+    def check_state(calls: int) -> None:
+        assert_equal(total.item(), calls if changes == "memory" else 0, "calls that count")
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        for _ in range(calls):
+            CHANGES[changes](torch.zeros(1))
+        assert_bits_equal(torch.get_rng_state(), state, "the generator")
 
     g = graph.capture(f, outputs="copy", verify=True)
     g(X)
@@ -112,23 +140,30 @@ def test_noise_of_one_replay(
     if many:
         with pytest.raises(GraphError, match="output 0 differs at element 0"):
             g(X)
+        check_state(3)
         return
     with caplog.at_level(logging.WARNING, "commlib"):
         assert_bits_equal(g(X), X * 2, "a verified call with noise")
     assert "gave other last digits once (output 0 differs at element 0" in caplog.text
+    check_state(3)
     assert_bits_equal(g(X), X * 2, "the next one")
     assert_equal(graph.report(g)[0]["repeats"], True)
+    check_state(4)
 
 
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("grads", [False, True])
-def test_a_graph_that_is_always_wrong(monkeypatch: pytest.MonkeyPatch, grads: bool) -> None:
+def test_a_graph_that_is_always_wrong(
+    monkeypatch: pytest.MonkeyPatch, grads: bool, changes: str
+) -> None:
     """Its last digits differ again, also where another slot of a function is right."""
     weight, places = torch.full((3,), 2.0, requires_grad=grads), ctypes.c_int64()
-    replay, wrong = CpuRecording.replay, list[CpuRecording]()
+    replay, wrong, total = CpuRecording.replay, list[CpuRecording](), torch.zeros(1)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x * weight
         places.value = y.data_ptr()
+        CHANGES[changes](total)
         return y
 
     g = graph.capture(f, outputs="copy", verify=True)
@@ -144,6 +179,27 @@ def test_a_graph_that_is_always_wrong(monkeypatch: pytest.MonkeyPatch, grads: bo
     monkeypatch.setattr(CpuRecording, "replay", noisy)
     with pytest.raises(GraphError, match="output 0 differs at element 0"):
         g(X)
+    assert_equal(total.item(), 2 if changes == "memory" else 0, "calls that count")
+
+
+def test_a_branch_of_python_that_comes_once() -> None:
+    """Its last digits are no noise: a second replay from where the call ended would not show it."""
+
+    state = SimpleNamespace(mode=1)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        scale = 2.0001 if state.mode == 9 else 2.0
+        state.mode = 2
+        return x * scale
+
+    g = graph.capture(f, outputs="copy", verify=True)
+    for turn in range(1, 4):
+        state.mode = 1
+        assert_bits_equal(g(X), X * 2, f"turn {turn}")
+    state.mode = 9
+    with pytest.raises(GraphError, match="output 0 differs at element 0"):
+        g(X)
+    assert_equal(state.mode, 2)
 
 
 @runs_on("gpu_ranks")

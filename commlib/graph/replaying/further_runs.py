@@ -3,7 +3,10 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from commlib.graph.replaying.compare import Left, Noise
+from commlib.graph.watching.effects import Effects
 from commlib.graph.watching.outside_reads import OtherRead, OutsideReads, first_other
 
 
@@ -35,10 +38,15 @@ class FurtherRuns:
             self.other = first_other(self.reads, reads, made=(), lasting=lasting)
         self.reads = reads
 
-    def cause(self, captured: Sequence[str]) -> str:
-        """Return what they do otherwise than at the capture, whose operators these are."""
+    def cause(self, captured: Sequence[str], *, uncaptured: bool) -> str:
+        """Return what they do otherwise than at the capture.
+
+        ``captured``: its operators; ``uncaptured``: whether the runs got the answer "not captured".
+        """
         if self.other is not None:
             return str(self.other)
+        if uncaptured:
+            return "the function asks whether it is captured and behaves differently when it is"
         for number, (before, after) in enumerate(zip(captured, self.names, strict=False)):
             if before != after:
                 return f"operator {number} was {before} at the capture, and is {after} now"
@@ -49,3 +57,17 @@ class FurtherRuns:
             "generator that torch does not know, or a kernel that writes memory outside torch's "
             "operators"
         )
+
+
+def keeps_state(effects: Effects, states: Sequence[torch.Tensor], real: Left) -> bool:
+    """Return True if the verified run left the state from which it began, as far as is known.
+
+    Attention without dropout has a generator, and draws no numbers from it.
+
+    Args:
+        effects: What the graph changes outside itself.
+        states: Of its generators, before the run.
+        real: What the run has left.
+    """
+    drawn = not all(map(torch.equal, states, real.held.generators))
+    return not (drawn or effects.tensors or effects.leaves or real.bound)

@@ -21,7 +21,7 @@ from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.recording.segments import Segments
 from commlib.graph.replaying.compare import Comparison, Difference, Left, Noise
-from commlib.graph.replaying.further_runs import FurtherRuns
+from commlib.graph.replaying.further_runs import FurtherRuns, keeps_state
 from commlib.graph.replaying.outcome import (
     DIFFERS,
     EQUAL,
@@ -42,6 +42,8 @@ from commlib.graph.watching.outside_reads import OutsideReads, keys_of
 from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.runs import DonePart, VerifiedRun, under_way
 from commlib.log import log
+
+Replay = Callable[[Sequence[DonePart]], Any]  # gets what eager parts did in the verified run
 
 _LEAST_RUNS, _MOST_RUNS = 2, 24  # of a function whose graph differs, to see whether its own runs do
 
@@ -75,7 +77,7 @@ class Verification(NamedTuple):
     tied: Callable[[Sequence[Any]], list[Any]] = list
     same_graph: bool = True
 
-    def run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
+    def run(self, fn: Callable[[], Any], replay: Replay) -> Verified:
         """Run ``fn`` for real and its graph after that, and compare.
 
         ``replay`` gets the eager parts of that run, which do the same again.
@@ -88,7 +90,7 @@ class Verification(NamedTuple):
         with self.segments.trimmed():
             return self._run(fn, replay)
 
-    def _run(self, fn: Callable[[], Any], replay: Callable[[Sequence[DonePart]], Any]) -> Verified:
+    def _run(self, fn: Callable[[], Any], replay: Replay) -> Verified:
         effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
         before, counts = effects.now(), WriteCounts(self.reachable)
         objects = PythonState(self.roots)
@@ -106,20 +108,20 @@ class Verification(NamedTuple):
             return keep_eager(self._tied(expected, bound))
         missed = counts.missed(effects, run.effects())
         real = Left({self.what: expected}, bound, self._put_back(run, before))
+        states = before.generators
         del before
         outcome, problem, replayed = self._compared(run, replay, real, missed)
         if replayed is None or outcome != EQUAL:
             expected = self._let_stand(run, real)
         if outcome == DIFFERS:
-            cause = self._again(fn, real, None if missed else replayed)
+            runs = self._again(fn, real, None if missed else replayed, states)
             if replayed is not None and not missed:  # what is noise does not count
                 problem = next(self._compare().differences(real, replayed), None)
-            once_more = self.same_graph and self.log.is_steady and not (missed or run.parts)
-            alike = replayed if once_more and self._repeats(real) else None
-            comparisons = self._compare(), self._compare(half=True)
-            again = partial(self._replayed_again, replay, real)
-            problem = second_look(self.rings, problem, real, alike, comparisons, again, self.log)
+            small = not (missed or run.parts) and self._is_small(real, replayed, runs)
+            look = partial(self._replayed_again, replay, real, runs)
+            problem = second_look(self.rings, problem, look, self.log, small=small)
             if worst(self.rings, DIFFERS if problem else EQUAL) == DIFFERS:
+                cause = runs.cause(self.segments.own_names, uncaptured=self.uncaptured)
                 raise Unequal(problem or elsewhere(self.rings), cause, expected)
         elif outcome == EQUAL and replayed is not None:
             effects.put_versions(real.held)
@@ -138,11 +140,7 @@ class Verification(NamedTuple):
             raise
 
     def _compared(
-        self,
-        run: VerifiedRun,
-        replay: Callable[[Sequence[DonePart]], Any],
-        real: Left,
-        missed: Difference | None,
+        self, run: VerifiedRun, replay: Replay, real: Left, missed: Difference | None
     ) -> tuple[int, Difference | None, Left | None]:
         """Replay after ``real``; returns the outcome, this member's difference, and what was left.
 
@@ -162,10 +160,7 @@ class Verification(NamedTuple):
         return outcome, problem, replayed
 
     def _replayed(
-        self,
-        run: VerifiedRun,
-        replay: Callable[[Sequence[DonePart]], Any],
-        real: Left,
+        self, run: VerifiedRun, replay: Replay, real: Left
     ) -> tuple[Difference | None, Left | None]:
         """Replay; returns the first difference, and what was left if the graph fits the call."""
         try:
@@ -186,12 +181,26 @@ class Verification(NamedTuple):
         half = half or self.uncaptured
         return Comparison(self.effects, self.log.tolerance, self.log.noise, half=half)
 
-    def _replayed_again(self, replay: Callable[..., Any], real: Left) -> Left | None:
-        """Return what one more replay has left; None if it raises."""
+    def _is_small(self, real: Left, replayed: Left | None, runs: FurtherRuns) -> bool:
+        """Return True for a difference in last digits that a second replay may explain.
+
+        Python code that binds names may take another branch the next time.
+        """
+        if replayed is None or runs.first is None or real.bound or self.uncaptured:
+            return False
+        differences = self._compare(half=True).differences(real, replayed)
+        return self.same_graph and self.log.is_steady and not any(True for _ in differences)
+
+    def _replayed_again(self, replay: Replay, real: Left, runs: FurtherRuns) -> Difference | None:
+        """Replay from where the further runs began, undo it, and return how it differs from one."""
+        assert runs.first is not None
         try:
-            return self._left(replay(()), real.bound)
+            left = self._left(replay(()), real.bound)
+            return next(self._compare().differences(runs.first, left), None)
         except (GraphError, OtherValue):
-            return None
+            return Difference(("replay", 0), "a second replay", "fails")
+        finally:
+            self.effects.put(real.held)
 
     def _reporting(self) -> AbstractContextManager[None]:
         return reporting(self.segments.reports_capture and not self.uncaptured)
@@ -227,16 +236,16 @@ class Verification(NamedTuple):
             change.place.bind(now)
         return tied
 
-    def _again(self, fn: Callable[[], Any], real: Left, replayed: Left | None) -> str:
-        """Run ``fn`` some more times.
+    def _again(
+        self, fn: Callable[[], Any], real: Left, replayed: Left | None, states: list[torch.Tensor]
+    ) -> FurtherRuns:
+        """Run ``fn`` some more times; ``states``: of generators before its verified run.
 
         What it gives other bits of is noise from now on, unless it reads other memory each time.
         Most runs may have the same bits, so it runs until noise explains all differences.
-
-        Returns:
-            What it does otherwise than at the capture.
         """
-        runs = FurtherRuns(Noise(self.log.noise), real if self._repeats(real) else None)
+        same = not self.uncaptured and keeps_state(self.effects, states, real)
+        runs = FurtherRuns(Noise(self.log.noise), real if same else None)
         lasting = keys_of(part for x in self.reachable for part in parts(x) if has_memory(part))
         for number in range(_MOST_RUNS if self.log.tolerance is None else 1):
             if number >= _LEAST_RUNS and not self._goes_on(runs, real, replayed):
@@ -246,15 +255,7 @@ class Verification(NamedTuple):
                 runs.note_reads(reads, lasting)
         if runs.other is None:
             self.log.note_noise(runs.noise)
-            if self.uncaptured:
-                return "the function asks whether it is captured and behaves differently when it is"
-        return runs.cause(self.segments.own_names)
-
-    def _repeats(self, real: Left) -> bool:
-        """Return True if the function leaves the state from which it began, as far as is known."""
-        effects = self.effects
-        changes = effects.tensors or effects.generators or effects.leaves or real.bound
-        return not (changes or self.uncaptured)
+        return runs
 
     def _run_again(
         self, runs: FurtherRuns, fn: Callable[[], Any], bound: Sequence[Change]
