@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from tests.support.checks import (
     rounded,
     sample,
     settle,
+    until,
     wide,
 )
 from tests.support.experts import (
@@ -34,7 +34,7 @@ from tests.test_custom_allreduce import another
 from tests.test_expert_channel import LAUNCHES, channel_of, check, counted
 
 LATE_S = 5.0  # a ring must be created within it, on a busy machine too
-PAUSE, KILLED_S = 3_000_000_000, 0.5  # cycles, at least 1.5 s; seconds after the start of a replay
+PAUSE = 3_000_000_000  # cycles, at least 1.5 s
 TOKENS, TOP_K, EXPERTS, CAPACITY, WIDTH = 12, 3, 5, 9, 64
 Mask = tuple[bool, ...] | None
 
@@ -49,6 +49,8 @@ class Captured:
         self.ids = torch.full((TOKENS, TOP_K), -1, device=device)
         self.weights = torch.zeros(TOKENS, TOP_K, device=device)
         self.active = torch.ones(ring.size, dtype=torch.uint8, device=device)
+        self.paused = torch.zeros(1, device=device)  # runs that have begun a pause
+        self.seen_paused = torch.zeros(1, pin_memory=True)
         self.how = {"ring_id": ring.ring_id, "weights": self.weights, "active": self.active, **how}
         self.run()  # sets the channel up
         torch.cuda.synchronize(device)
@@ -61,6 +63,7 @@ class Captured:
     def run(self, pause: int = 0) -> None:
         self.sent = ops.expert_dispatch(self.x, self.ids, EXPERTS, CAPACITY, **self.how)
         if pause:
+            self.seen_paused.copy_(self.paused.add_(1), non_blocking=True)
             torch.cuda._sleep(pause)
         self.out = ops.expert_combine(self.sent.rows, self.sent.handle)
 
@@ -237,7 +240,7 @@ def test_a_peer_killed_in_a_replay(comm: Any) -> None:
     ring.exchange([])
     captured.replay(1)
     if comm.rank == 1:
-        time.sleep(KILLED_S)
+        until(lambda: captured.seen_paused.item() == 2, "the dispatch has ended")
         os.kill(os.getpid(), signal.SIGKILL)
     captured.replay(1)  # what follows the fault leaves at once
     settle(comm)
