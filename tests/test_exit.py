@@ -222,3 +222,10 @@ def test_exit_while_a_step_that_nobody_waits_for_is_in_c(
         "        except RuntimeError: pass\n"
     )
     assert outcomes(program + LATE[thread], tmp_path, flag) == QUIET
+
+
+@pytest.mark.gpu
+def test_exits_right_after_a_backward() -> None:
+    """Each one waits for the thread of autograd that frees what the backward has left."""
+    code, out, err = run("-m", "tests.programs.backward_exits", "6", fresh=True)
+    assert (code, out) == (0, "0 0 0 0 0 0\n"), err

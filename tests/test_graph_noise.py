@@ -98,6 +98,16 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def check_changes(changes: str, total: torch.Tensor, calls: int) -> None:
+    """Check that as many calls have changed ``total`` or the generator, whose seed was 0."""
+    assert_equal(total.item(), calls if changes == "memory" else 0, "calls that count")
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    for _ in range(calls):
+        CHANGES[changes](torch.zeros(1))
+    assert_bits_equal(torch.get_rng_state(), state, "the generator")
+
+
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("many", [False, True])
 def test_noise_of_one_replay(
@@ -123,14 +133,6 @@ def test_noise_of_one_replay(
         CHANGES[changes](total)
         return y
 
-    def check_state(calls: int) -> None:
-        assert_equal(total.item(), calls if changes == "memory" else 0, "calls that count")
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        for _ in range(calls):
-            CHANGES[changes](torch.zeros(1))
-        assert_bits_equal(torch.get_rng_state(), state, "the generator")
-
     g = graph.capture(f, outputs="copy", verify=True)
     g(X)
     graphs_own = places.value
@@ -140,15 +142,15 @@ def test_noise_of_one_replay(
     if many:
         with pytest.raises(GraphError, match="output 0 differs at element 0"):
             g(X)
-        check_state(3)
+        check_changes(changes, total, 3)
         return
     with caplog.at_level(logging.WARNING, "commlib"):
         assert_bits_equal(g(X), X * 2, "a verified call with noise")
     assert "gave other last digits once (output 0 differs at element 0" in caplog.text
-    check_state(3)
+    check_changes(changes, total, 3)
     assert_bits_equal(g(X), X * 2, "the next one")
     assert_equal(graph.report(g)[0]["repeats"], True)
-    check_state(4)
+    check_changes(changes, total, 4)
 
 
 @pytest.mark.parametrize("changes", CHANGES)
@@ -183,7 +185,7 @@ def test_a_graph_that_is_always_wrong(
 
 
 def test_a_branch_of_python_that_comes_once() -> None:
-    """Its last digits are no noise: a second replay from where the call ended would not show it."""
+    """Its last digits are not noise; a second replay from where the call ended would not differ."""
 
     state = SimpleNamespace(mode=1)
 

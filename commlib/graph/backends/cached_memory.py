@@ -1,15 +1,22 @@
 """Memory that torch keeps for streams of a captured function's runs, given back to the GPU."""
 
+import atexit
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.autograd import Variable
 
+from commlib.deadlines import Deadline
 from commlib.graph.backends.capture_lock import CaptureLock
 from commlib.streams import capturing
+
+_FREED_S = 1.0  # until a thread of autograd has freed what it holds, at the exit
+_callbacks = WeakSet[Any]()  # those that a thread of autograd holds
 
 
 @contextmanager
@@ -35,8 +42,9 @@ def trim_after_backward(outs: Sequence[torch.Tensor], lock: CaptureLock) -> None
             for handle in handles:
                 handle.remove()
             handles.clear()
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(partial(_give_back, lock))
+            callback, engine = partial(_give_back, lock), Variable._execution_engine
+            _callbacks.add(callback)
+            engine.queue_callback(callback)
 
     nodes = {out.grad_fn for out in outs}
     handles += [node.register_prehook(begin) for node in nodes if node is not None]
@@ -48,3 +56,15 @@ def _give_back(lock: CaptureLock) -> None:
         with lock.if_free() as held:
             if held:
                 torch.cuda.empty_cache()
+
+
+@atexit.register
+def _await_freed_callbacks() -> None:
+    """Wait until autograd's threads have freed the callbacks of backwards that have ended.
+
+    Such a thread needs the interpreter for that, and aborts the process where that has ended.
+    """
+    Deadline(_FREED_S).poll(lambda: not _callbacks)
+
+
+os.register_at_fork(after_in_child=_callbacks.clear)  # a child does not have its parent's threads
