@@ -1,7 +1,8 @@
 """Fork processes that end right after a verified backward on a GPU; print how each has ended.
 
 ``python -m tests.programs.backward_exits COUNT``. A thread of autograd frees what the backward has
-left while the process ends. It gets the interpreter only where the main thread waits.
+left while the process ends. It gets the interpreter only where the main thread waits, so without a
+wait at the exit it comes too late.
 """
 
 import os

@@ -60,9 +60,9 @@ def _give_back(lock: CaptureLock) -> None:
 
 @atexit.register
 def _await_freed_callbacks() -> None:
-    """Wait until autograd's threads have freed the callbacks of backwards that have ended.
+    """Wait until autograd's threads have freed the callbacks of backwards.
 
-    Such a thread needs the interpreter for that, and aborts the process where that has ended.
+    A thread needs the interpreter for that, and aborts the process where that has ended.
     """
     Deadline(_FREED_S).poll(lambda: not _callbacks)
 
