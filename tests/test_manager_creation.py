@@ -11,6 +11,7 @@ import torch
 
 import commlib
 from commlib.core.creation import Creation
+from commlib.deadlines import Deadline
 from commlib.errors import (
     CommError,
     CommTimeout,
@@ -18,6 +19,8 @@ from commlib.errors import (
     RingError,
     RingOrderError,
 )
+from commlib.rendezvous.meeting import Meeting
+from commlib.rendezvous.store import BoundedStore
 from commlib.worker_threads import workers
 from tests.support.checks import assert_equal, raises, until
 from tests.support.ranks import NewRanks, Ranks
@@ -247,6 +250,35 @@ def test_interrupted_creation(comm: Any) -> None:
         kind.open = connect
     assert_equal(manager.has(67), False, "nothing was created")
     assert_equal(gathered(commlib.new_ring(67, [0, 1])), [0, 1], "the next attempt")
+
+
+@runs_on("cpu_ranks")
+def test_addresses_stay_while_a_member_connects(comm: Any) -> None:
+    """A member that fails leaves its address: gloo crashes in a member that finds no value."""
+    kind, stores, seen = type(comm._engine), list[BoundedStore](), list[bool]()
+    connect = kind.open
+
+    def is_there(keys: BoundedStore) -> bool:
+        return keys.check(["engine/0/1"], Deadline(5))
+
+    def fails(self: Any, meeting: Meeting, deadline: Deadline) -> None:
+        connect(self, meeting, deadline)
+        if self.rank == 1:
+            raise MemoryError("of one rank")
+        stores.append(meeting._generation.keys)
+        until(lambda: stores[0].add("left", 0, deadline) == 1, "rank 1 has left")
+        time.sleep(0.2)  # what it deletes is queued
+        seen.append(is_there(stores[0]))
+
+    kind.open = fails
+    try:
+        with raises(EngineError, "rank 1: MemoryError: of one rank"):
+            commlib.new_ring(72, [0, 1], timeout=20)
+    finally:
+        kind.open = connect
+    assert_equal(seen, [True] * (comm.rank == 0), "whether the address is there")
+    if comm.rank == 0:
+        until(lambda: not is_there(stores[0]), "the last member to leave deletes it")
 
 
 @runs_on("ranks")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commlib.errors import ArgumentError
 from commlib.rendezvous.shared_memory import MOST, Rounds
-from commlib.rendezvous.store import BoundedStore, EngineStore
+from commlib.rendezvous.store import EngineStore
 from commlib.waits import PointToPoint
 
 _CUT_TAG = 2  # nobody sends with this tag
@@ -46,9 +46,12 @@ def connect(
     return dist.ProcessGroupGloo(c10d_store, rank, size, wait)
 
 
-def delete_address(store: BoundedStore, rank: int) -> None:
-    """Queue the deletion of this rank's address, after every member has connected."""
-    store.delete([f"0/{rank}"])  # gloo's key: the first device, then the member
+def address(rank: int) -> str:
+    """Return gloo's key for the address of a member: the first device, then the member.
+
+    It is deleted after every member has connected: gloo crashes where it finds no value.
+    """
+    return f"0/{rank}"
 
 
 def cut(group: Any) -> None:

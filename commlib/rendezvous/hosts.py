@@ -183,7 +183,7 @@ class HostExchange:
         place = rank, size, host_exchange.host_number(), self.identity.timeout
         self._shared_memory = open_shared_memory(by_gloo, *place)
         if self._group is not None:
-            host_exchange.delete_address(self.store("hosts"), rank)
+            self.store("hosts").delete([host_exchange.address(rank)])
         return self._shared_memory or by_gloo
 
     def _gloo_group(self) -> Any:

@@ -7,12 +7,13 @@ from typing import Any
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
-from commlib.rendezvous.host_exchange import delete_address
+from commlib.rendezvous.host_exchange import address
 from commlib.rendezvous.store import BoundedStore, EngineStore
 from commlib.rendezvous.verdicts import FAILED, GO, LATE, verdict_error
 from commlib.rendezvous.wait_table import Generation, Table
 
 KEYS = ("arrived", "verdict", "ready", "built")  # of one generation
+_ENGINE = "engine"  # what the engine's keys in it begin with
 
 
 class Meeting:
@@ -44,7 +45,7 @@ class Meeting:
         """
         self.me, self.ranks, self.prefix = table.me, ranks, prefix
         self.one_network = one_network
-        self.store = home.under("engine")
+        self.store = home.under(_ENGINE)
         self._table, self._generation = table, generation
         self._engine_stores: list[EngineStore] = []
 
@@ -69,10 +70,13 @@ class Meeting:
             verdict = self._built(error, deadline)
             if not verdict.startswith(GO):
                 self._generation.end(deadline)  # the rank that should do it may have died
-        delete_address(self.store, self.ranks.index(self.me))
-        self._generation.leave(len(self.ranks), KEYS)
-        if not verdict.startswith(GO):
+        size = len(self.ranks)
+        if not verdict.startswith(GO):  # others may still be connecting, until they leave
+            addresses = [f"{_ENGINE}/{address(member)}" for member in range(size)]
+            self._generation.leave(size, [*KEYS, *addresses])
             raise verdict_error(verdict, self.prefix) from error
+        self.store.delete([address(self.ranks.index(self.me))])
+        self._generation.leave(size, KEYS)
         for store in self._engine_stores:
             store.end()
 
