@@ -1,8 +1,8 @@
 """Fork processes that end right after a verified backward on a GPU; print how each has ended.
 
 ``python -m tests.programs.backward_exits COUNT``. A thread of autograd frees what the backward has
-left while the process ends. It gets the interpreter only where the main thread waits, so without a
-wait at the exit it comes too late.
+left while the process ends. All threads share a core and the main thread keeps the interpreter, so
+without a wait at the exit that thread comes too late.
 """
 
 import os
@@ -15,23 +15,25 @@ from commlib import graph
 NEVER_S = 1000.0  # no thread has to give up the interpreter within it
 
 
-def child() -> None:
-    """End after the backward of a captured layer."""
+def child(core: int) -> None:
+    """End after the backward of a captured layer, whose last turn all threads make on ``core``."""
     layer, x = torch.nn.Linear(64, 64, device="cuda"), torch.ones(8, 64, device="cuda")
     g = graph.capture(layer, outputs="copy", verify=True)
     for turn in range(4):
         if turn == 3:
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), {core})
             sys.setswitchinterval(NEVER_S)
         g(x).sum().backward()
 
 
 def main(count: int) -> None:
     """Fork ``count`` processes at the same time."""
-    children = []
-    for _ in range(count):
+    children, cores = [], sorted(os.sched_getaffinity(0))
+    for number in range(count):
         pid = os.fork()
         if pid == 0:
-            child()
+            child(cores[number % len(cores)])
             sys.exit(0)  # the interpreter's exit: atexit, threads, destructors
         children.append(pid)
     print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
