@@ -12,6 +12,7 @@ import torch.distributed as dist
 import commlib
 from commlib import ops
 from commlib.core import collectives
+from commlib.engines.reductions import unknown
 from commlib.errors import ArgumentError, PeerError, RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -318,3 +319,11 @@ def test_a_ring_returns_a_work_only_without_sync_op(method: Any) -> None:
         assert waited in ("Tensor", "AtRoot", "None", "list[Tensor]")
         assert unwaited == f"Work[{waited}]"
         assert set(either.split(" | ")) == {waited, unwaited}
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("avgg", "avg"), ("Mean", "avg"), ("mul", "prod"), (3, "sum")],
+)
+def test_the_nearest_reduction(given: Any, near: str) -> None:
+    assert unknown(given).endswith(f"pass op={near!r}")

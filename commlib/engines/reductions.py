@@ -1,5 +1,6 @@
 """The form in which each dtype travels, its reductions, and the reason for each error."""
 
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ _COMPLEX = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+_OTHER_NAMES = {"mean": "avg", "average": "avg", "mul": "prod"}  # of other libraries
 _BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 _BOOL_OPS |= {"band": "min", "bor": "max", "bxor": "bxor"}
 
@@ -73,7 +75,9 @@ def unknown(op: Any) -> str:
     if is_torch_reduction(op):
         op = f"{getattr(op, 'op', op)} of torch.distributed"
         return f"op is {op}; expected one of {known}; pass op='premul_sum', factor=... for its like"
-    return f"op={op!r:.80} is not a reduction; expected one of {known}; pass op='sum'"
+    name = op.lower() if isinstance(op, str) else ""
+    near = [*get_close_matches(_OTHER_NAMES.get(name, name), OPS, 1), "sum"][0]
+    return f"op={op!r:.80} is not a reduction; expected one of {known}; pass op={near!r}"
 
 
 def resolve_reduction(
