@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -69,6 +70,23 @@ def test_number_of_fences(comm: Any) -> None:
     few = waits(1, comm.device)
     assert_equal(few > 0, True, "fences that the profiler has seen")
     assert_equal(waits(30, comm.device), few, "fences of 30 parameters")
+
+
+@runs_on("gpu_ranks")
+@pytest.mark.parametrize("verify", [None, True])
+def test_no_warning_of_streams(comm: Any, verify: bool | None) -> None:
+    """Backwards of ours end on another stream than they come from: torch warns of that."""
+    captured, x = graph.capture(chain(2, comm.device), verify=verify), rows(0, comm.device)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "The AccumulateGrad node's stream")
+            for _ in range(4):
+                captured(x).sum().backward()
+    finally:
+        torch.set_warn_always(False)
+    switches: Any = torch._C
+    assert_equal(switches._warn_on_accumulate_grad_stream_mismatch(), True, "torch's switch")
 
 
 @runs_on("gpu_ranks")
