@@ -462,6 +462,7 @@ def test_numbers(value: float, text: str) -> None:
 
 def test_a_target_is_met_at_its_limit() -> None:
     assert target("x", 3.0, 3.0, " ms") == "met: x: 3.00 ms, target at most 3.00 ms"
+    assert target("x", 3.003, 3.0) == "missed: x: 3.0030, target at most 3.0000"
 
 
 def test_a_file_replaces_that_of_an_earlier_run(tmp_path: Path) -> None:

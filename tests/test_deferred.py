@@ -16,6 +16,7 @@ from tests.support.torch_groups import OURS, initialised
 def test_calls_of_other_kinds_release_them(comm: Any) -> None:
     """A program may go on with synchronous calls alone, as FSDP2 after DDP."""
     x, y = torch.ones(1 << 20, device=comm.device), torch.ones(9, device=comm.device)
+    rows = torch.ones(2, 1024, device=comm.device, dtype=torch.bfloat16)
 
     def in_a_group() -> None:
         with comm.group(use_calc_stream=True):
@@ -28,6 +29,7 @@ def test_calls_of_other_kinds_release_them(comm: Any) -> None:
         "of torch.distributed": lambda: dist.all_reduce(y),
         "of a group": in_a_group,
         "of an operator": lambda: ops.all_reduce(y),
+        "of a sum with a norm": lambda: ops.all_reduce_residual_norm(rows, rows, rows[0]),
     }
     with initialised(comm, OURS["cuda"]):
         for name, call in calls.items():

@@ -323,7 +323,14 @@ def test_a_ring_returns_a_work_only_without_sync_op(method: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "near"),
-    [("avgg", "avg"), ("Mean", "avg"), ("mul", "prod"), (3, "sum")],
+    [
+        ("avgg", "avg"),
+        ("Mean", "avg"),
+        ("mul", "prod"),
+        ("or", "bor"),
+        ("bxorr", "bxor"),
+        (3, "sum"),
+    ],
 )
 def test_the_nearest_reduction(given: Any, near: str) -> None:
     assert unknown(given).endswith(f"pass op={near!r}")

@@ -17,7 +17,14 @@ _COMPLEX = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-_OTHER_NAMES = {"mean": "avg", "average": "avg", "mul": "prod"}  # of other libraries
+_OTHER_NAMES = {
+    "mean": "avg",
+    "average": "avg",
+    "mul": "prod",
+    "and": "band",
+    "or": "bor",
+    "xor": "bxor",
+}
 _BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
 _BOOL_OPS |= {"band": "min", "bor": "max", "bxor": "bxor"}
 
@@ -76,7 +83,7 @@ def unknown(op: Any) -> str:
         op = f"{getattr(op, 'op', op)} of torch.distributed"
         return f"op is {op}; expected one of {known}; pass op='premul_sum', factor=... for its like"
     name = op.lower() if isinstance(op, str) else ""
-    near = [*get_close_matches(_OTHER_NAMES.get(name, name), OPS, 1), "sum"][0]
+    near = [*get_close_matches(_OTHER_NAMES.get(name, name), OPS + BITWISE, 1), "sum"][0]
     return f"op={op!r:.80} is not a reduction; expected one of {known}; pass op={near!r}"
 
 

@@ -71,7 +71,7 @@ class Meeting:
             if not verdict.startswith(GO):
                 self._generation.end(deadline)  # the rank that should do it may have died
         size = len(self.ranks)
-        if not verdict.startswith(GO):  # others may still be connecting, until they leave
+        if not verdict.startswith(GO):  # others may be connecting, until they leave
             addresses = [f"{_ENGINE}/{address(member)}" for member in range(size)]
             self._generation.leave(size, [*KEYS, *addresses])
             raise verdict_error(verdict, self.prefix) from error

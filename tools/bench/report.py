@@ -91,8 +91,10 @@ def target(
 
     With ``measurable=False``, a target for GPUs in a run on CPUs, it does neither.
     """
-    digits = number if limit >= 0.1 else "{:.4f}".format
     verdict = "met" if measured <= limit else "missed"
+    digits = number if limit >= 0.1 else "{:.4f}".format
+    if verdict == "missed" and digits(measured) == digits(limit):
+        digits = "{:.4f}".format  # else it would look as if it were met
     if not measurable:
         verdict = NEEDS_GPUS
     return f"{verdict}: {name}: {digits(measured)}{unit}, target at most {digits(limit)}{unit}"

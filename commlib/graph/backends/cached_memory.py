@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch.autograd import Variable
@@ -16,7 +16,7 @@ from commlib.graph.backends.capture_lock import CaptureLock
 from commlib.streams import capturing
 
 _FREED_S = 1.0  # until a thread of autograd has freed what it holds, at the exit
-_callbacks = WeakSet[Any]()  # those that a thread of autograd holds
+_callbacks = set[ref[Any]]()  # those that a thread of autograd holds
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def trim_after_backward(outs: Sequence[torch.Tensor], lock: CaptureLock) -> None
                 handle.remove()
             handles.clear()
             callback, engine = partial(_give_back, lock), Variable._execution_engine
-            _callbacks.add(callback)
+            _callbacks.add(ref(callback, _callbacks.discard))  # in C: no other thread runs within
             engine.queue_callback(callback)
 
     nodes = {out.grad_fn for out in outs}

@@ -24,6 +24,9 @@ class SideStream:
 
     Gradients are allocated on the side stream. Each caller has its own: else memory that one caller
     frees could be used again while its kernels still read it.
+
+    Torch warns, once, of a gradient that comes to a parameter from another stream. Here that is
+    meant, and torch has one switch for all threads, so the first side stream turns the warning off.
     """
 
     def __init__(self, stream: torch.cuda.Stream, *, shared: bool) -> None:
@@ -35,6 +38,7 @@ class SideStream:
         self._device: int = stream.device.index
         self._callers = torch.cuda.current_stream(stream.device)
         self._event, self._lock = torch.cuda.Event(), threading.Lock()
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     def serves(self) -> bool:
         """Return True if a call of the current thread on the current stream may use it."""

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from commlib.graph.calls.stream_warning import without_stream_warning
 from commlib.graph.operators.step import without_autocast
 from commlib.graph.watching.recorder import Recorder
 
@@ -33,7 +32,7 @@ def gradients(
         keep: Whether the autograd graph is kept.
         create: Whether the gradients have gradients themselves.
     """
-    with _without_hooks(quiet), without_stream_warning:
+    with _without_hooks(quiet):
         return torch.autograd.grad(
             outs, wanted, grads, retain_graph=keep or create, create_graph=create, allow_unused=True
         )
