@@ -11,8 +11,9 @@ from commlib.tools.demo.runs import Mode, Report
 
 MEBIBYTE = 2**20
 CAPTION = (
-    f"Collectives are compared with {REFERENCE.label}. Training: flag on with flag off in the "
-    f"same mode, compiled with eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
+    f"Collectives of {REFERENCE.label}, match formulas in NumPy; others are compared with them. "
+    "Training: flag on with flag off in the same mode, "
+    f"compiled with eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
     "arithmetic. Costs are those of rank 0; a compiled first step compiles, or loads its code "
     "from torch's cache."
 )
@@ -44,7 +45,7 @@ def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
 def _text(cell: Cell, mode: Mode) -> Text:
     """Return the text of a cell: green if bits are equal, red if the promise is broken."""
     if mode == REFERENCE and cell.good:
-        return Text("matches reference" if cell.against == FORMULA else "reference")
+        return Text("matches" if cell.against == FORMULA else "reference")
     if cell.equal:
         return Text("bits equal", style="green")
     apart = "incomparable" if cell.difference is None else f"{cell.difference:.1e} apart"
