@@ -1,11 +1,18 @@
 """The plot of a benchmark: time over size, a line a peer, as a PNG file."""
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from commlib.tools.bench.rounds import HIGHEST, LOWEST, Samples, spread
 
 UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+OURS: dict[str, Any] = {"color": "black", "linewidth": 3, "marker": "o", "zorder": 3}
+THEIRS = [  # no two peers look alike
+    {"color": f"C{color}", "linestyle": dashes, "marker": marker}
+    for (dashes, marker), color in product([("-", "o"), ("--", "s"), (":", "^")], range(10))
+]
 
 
 def size_label(nbytes: int) -> str:
@@ -15,7 +22,10 @@ def size_label(nbytes: int) -> str:
 
 
 def draw(path: Path, title: str, sizes: Mapping[int, Samples]) -> None:
-    """Draw the median seconds of every peer at every size (bytes), as µs, with their spread."""
+    """Draw the median seconds of every peer at every size (bytes), as µs, with their spread.
+
+    The first peer is commlib's.
+    """
     # Only a run that writes files waits for this import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -23,12 +33,14 @@ def draw(path: Path, title: str, sizes: Mapping[int, Samples]) -> None:
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name in dict.fromkeys(name for found in sizes.values() for name in found):
+    names = dict.fromkeys(name for found in sizes.values() for name in found)
+    for name, style in zip(names, [OURS, *THEIRS], strict=False):
         there = [nbytes for nbytes, found in sizes.items() if name in found]
         times = [spread(sizes[nbytes][name]) for nbytes in there]
         middle = [time.middle * 1e6 for time in times]
         low, high = [time.low * 1e6 for time in times], [time.high * 1e6 for time in times]
-        (line,) = axes.plot(there, middle, marker="o", markersize=4, label=name)
+        label = f"commlib: {name}" if style is OURS else name
+        (line,) = axes.plot(there, middle, markersize=4, label=label, **style)
         axes.fill_between(there, low, high, alpha=0.25, color=line.get_color(), linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -11,11 +11,11 @@ from commlib.tools.demo.runs import Mode, Report
 
 MEBIBYTE = 2**20
 CAPTION = (
-    f"Collectives of {REFERENCE.label}, match formulas in NumPy; others are compared with them. "
-    "Training: flag on with flag off in the same mode, "
-    f"compiled with eager up to {COMPILER_TOLERANCE:g}, since the compiler fuses "
-    "arithmetic. Costs are those of rank 0; a compiled first step compiles, or loads its code "
-    "from torch's cache."
+    f"Collectives: {REFERENCE.label}, is compared with NumPy, the other runs with it.\n"
+    "Training: flag on is compared with flag off in the same mode, and compiled with eager, up to "
+    f"{COMPILER_TOLERANCE:g}: the compiler fuses arithmetic.\n"
+    "Times and memory are those of rank 0. A first compiled step compiles, or loads its code from "
+    "torch's cache."
 )
 
 
@@ -23,7 +23,10 @@ def table(rows: list[Row], reports: Mapping[Mode, Report]) -> Table:
     """Return the table of the demo: one column per run, the reference first."""
     first = reports[REFERENCE]
     grid = Table(
-        title=f"{first['ranks']} ranks on {first['device']}", caption=CAPTION, box=box.SIMPLE_HEAD
+        title=f"{first['ranks']} ranks on {first['device']}",
+        caption=CAPTION,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     grid.add_column("result", overflow="fold")
     for mode, report in reports.items():
