@@ -1,4 +1,8 @@
-"""One set of communicators for eager, compiled and captured code, under the old call sites."""
+"""One set of communicators for eager, compiled and captured code, under the old call sites.
+
+``init()`` makes ring 0, ``new_ring()`` makes others, and ``comm()`` returns a ring. ``ops`` has the
+operators, ``graph`` captures functions, ``compat`` has the old dialects, ``errors`` what is raised.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

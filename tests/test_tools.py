@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import commlib
 from commlib import flags
@@ -50,6 +51,10 @@ def test_doctor_as_json() -> None:
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert found["complaints"] == []
+    features = {row["name"].split()[0]: (row["here"], row["why not"]) for row in found["features"]}
+    assert features["gloo"] == ("yes", "")
+    if not torch.cuda.is_available():
+        assert features["nccl"] == features["push"] == ("no", "no GPU that torch can use")
     assert {row["name"] for row in found["flags"]} == {row["name"] for row in flags.rows()}
     assert {"name": "commlib", "version": commlib.__version__} in found["versions"]
     assert {"name": "cores", "value": str(os.cpu_count())} in found["machine"]

@@ -63,6 +63,7 @@ def run_doctor(*, as_json: bool = False) -> int:
 
 def _subjects() -> Iterator[tuple[str, Row, Iterable[Row]]]:
     """Yield title, columns and rows of each subject."""
+    yield "features", ("name", "here", "why not"), _features()
     yield "machine", ("name", "value"), machine()
     yield "versions", ("name", "version"), versions()
     yield "GPUs", ("index", "name", "memory GiB", "capability"), gpus()
@@ -112,6 +113,28 @@ def _complaints() -> Iterator[str]:
     for name, flag in flags.unknown():
         if flag is not None:
             yield f"flags: {flags.unknown_text(name, flag)}"
+
+
+def _features() -> Iterator[Row]:
+    """Yield what commlib can do on this machine, and why not the rest."""
+    count = torch.cuda.device_count()
+    no_gpu = "" if count else "no GPU that torch can use"
+    cupy = (
+        "" if util.find_spec("cupy") else "CuPy is not installed: take the extra cuda13 or cuda12"
+    )
+    several = "" if count > 1 else "fewer than two GPUs"
+    reached = [peers for _, peers in _peers()]
+    peers = "none of the GPUs reaches another one's memory" if set(reached) == {"none"} else ""
+    no_graph = no_gpu and f"{no_gpu}; replays run the operators again"
+    needs: dict[str, Row] = {
+        "gloo engine, on CPUs": (),
+        "nccl engine, on GPUs": (no_gpu, cupy),
+        "push kernels, between GPUs": (no_gpu, cupy, several, peers),
+        "CUDA graphs": (no_graph,),
+    }
+    for name, reasons in needs.items():
+        why = next(filter(None, reasons), "")
+        yield name, "no" if why else "yes", why
 
 
 def machine() -> Iterator[Row]:

@@ -83,7 +83,8 @@ def all_reduce(
         out: The output, with as many elements as ``x``; ``out=x`` works in place. Default: a new
             tensor.
         backward: Gradient of "sum", "avg" and "premul_sum": "all_reduce", the same reduction of
-            the gradients, or "identity", for a loss that every rank computes (tensor parallelism).
+            the gradients, or "identity", for a loss that every rank computes (tensor parallelism):
+            there "all_reduce" would give as many times the gradient as there are ranks.
         use_calc_stream: Run on the caller's current stream. False: run on the ring's stream.
         sync_op: Wait for the result: the current stream on a GPU, the host on a CPU, at most for
             the ring's timeout. False, which needs ``use_calc_stream=False``: return a ``Work``
