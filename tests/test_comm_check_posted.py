@@ -4,6 +4,7 @@ import mmap
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from commlib.rendezvous.call_board import ROW, CallBoard
 from commlib.rendezvous.hosts import HostExchange
 from tests.support.checks import assert_equal, raises
 from tests.support.runs_on import runs_on
-from tests.support.torch_groups import initialised
+from tests.support.torch_groups import initialised, store_of
 from tests.test_comm_check import ASYNC, CHECK, ones, ring_of, works
 
 Step = Callable[[Any], Any]
@@ -185,9 +186,17 @@ def test_splits_on_one_rank_alone(comm: Any, first: bool) -> None:
 @runs_on("cpu_ranks")
 def test_a_group_that_can_not_be_made_leaves_nothing(comm: Any) -> None:
     commlib.shutdown()
+    store = store_of()
+
+    def interrupt_connected(*_: object) -> None:
+        """Interrupt both ranks once both have connected: one that ends before fails the other."""
+        store.set(f"connected/{comm.rank}", "")
+        store.wait(["connected/0", "connected/1"], timedelta(seconds=30))
+        raise KeyboardInterrupt
+
     with initialised(comm, "commlib") as world, pytest.MonkeyPatch.context() as patch:
         ring: Any = commlib.ring_from_group(world)
-        patch.setattr(call_order, "_shared", _interrupt)
+        patch.setattr(call_order, "_shared", interrupt_connected)
         with raises(KeyboardInterrupt):
             dist.new_group([0, 1])
         assert_equal(ring._engine._apart, [], "connections")

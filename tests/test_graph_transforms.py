@@ -55,18 +55,6 @@ def test_transforms_around_a_captured_function(comm: Any) -> None:
 
 
 @runs_on("unified_ranks")
-def test_compiled_code_around_a_captured_function(comm: Any) -> None:
-    g, x = graph.capture(cubes), torch.ones(3, device=comm.device)
-    for around in (g, lambda x: g(x) + 1):
-        with raises(GraphError, "torch.compile traces", r"graph.capture(torch.compile(fn))"):
-            torch.compile(around, backend="eager")(x)
-    assert_bits_equal(g(x), cubes(x), "called by itself")
-    assert_bits_equal(
-        graph.capture(torch.compile(cubes, backend="eager"))(x), cubes(x), "as the error says"
-    )
-
-
-@runs_on("unified_ranks")
 def test_eager_calls_in_transforms(comm: Any) -> None:
     """With on_fail="eager" they are right, and plain calls of that shape are still captured."""
     x = torch.arange(6.0, device=comm.device).view(3, 2)

@@ -63,16 +63,8 @@ def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
 
 
 def check_untransformed() -> None:
-    """Raise ``GraphError`` for a call inside a transform of torch.func or forward-mode autograd.
-
-    Dynamo, too, comes here: it can't follow the two questions.
-    """
+    """Raise ``GraphError`` for a call inside a transform of torch.func or forward-mode autograd."""
     if _transform() is not None or forward_ad._current_level >= 0:
-        if torch.compiler.is_compiling():
-            raise GraphError(
-                "torch.compile traces a call of a captured function, which replays and can't be "
-                "traced; capture what is compiled instead: graph.capture(torch.compile(fn))"
-            )
         raise GraphError(
             "a captured function is called inside a transform (vmap, grad, jvp, jacfwd, "
             "functionalize, dual numbers, ...), which needs the function itself; capture the "
