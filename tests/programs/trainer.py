@@ -3,6 +3,7 @@
 It knows nothing of commlib; Accelerate makes the group. It is started with torchrun.
 """
 
+import gc
 import sys
 import tempfile
 
@@ -41,6 +42,8 @@ def main() -> None:
         weights = [x.double().sum().item() for x in model.parameters()]
         print(f"result {settings.world_size} {losses} {weights}")
         print(f"backend {dist.get_backend()}", file=sys.stderr)
+    del trainer, model
+    gc.collect()  # DDP goes before its group: its destructor could wait for torch's gloo for ever
     dist.destroy_process_group()
 
 

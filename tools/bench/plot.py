@@ -1,7 +1,7 @@
 """The plot of a benchmark: time over size, a line a peer, as a PNG file."""
 
 from collections.abc import Mapping
-from itertools import product
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from commlib.tools.bench.rounds import HIGHEST, LOWEST, Samples, spread
 
 UNITS = ((2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 OURS: dict[str, Any] = {"color": "black", "linewidth": 3, "marker": "o", "zorder": 3}
-THEIRS = [  # no two peers look alike
+THEIRS = [  # no two of 30 peers look alike
     {"color": f"C{color}", "linestyle": dashes, "marker": marker}
     for (dashes, marker), color in product([("-", "o"), ("--", "s"), (":", "^")], range(10))
 ]
@@ -34,7 +34,7 @@ def draw(path: Path, title: str, sizes: Mapping[int, Samples]) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     names = dict.fromkeys(name for found in sizes.values() for name in found)
-    for name, style in zip(names, [OURS, *THEIRS], strict=False):
+    for name, style in zip(names, chain([OURS], cycle(THEIRS)), strict=False):
         there = [nbytes for nbytes, found in sizes.items() if name in found]
         times = [spread(sizes[nbytes][name]) for nbytes in there]
         middle = [time.middle * 1e6 for time in times]

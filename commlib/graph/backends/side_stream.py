@@ -26,7 +26,7 @@ class SideStream:
     frees could be used again while its kernels still read it.
 
     Torch warns, once, of a gradient that comes to a parameter from another stream. Here that is
-    meant, and torch has one switch for all threads, so the first side stream turns the warning off.
+    meant, and torch has one switch for all threads, so each side stream turns the warning off.
     """
 
     def __init__(self, stream: torch.cuda.Stream, *, shared: bool) -> None:
