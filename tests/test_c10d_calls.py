@@ -13,16 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commlib
+from commlib.compat.c10d.group_calls import NAME
 from tests.support.checks import assert_bits_equal, assert_equal, sample
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, assert_same_as_stock, initialised, whole
 from tests.test_c10d_backend import mine, waited
 from tests.test_c10d_programs import batch, model, train
+from tests.test_eager_path import functions_of
 
 Tensor = torch.Tensor
 # Their names since torch 2.13, or the old ones.
 gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+MOST = 18  # functions of the package in a frequent call
 
 
 def of_one_tensor(device: torch.device, later: bool) -> Any:
@@ -33,6 +36,26 @@ def of_one_tensor(device: torch.device, later: bool) -> Any:
     most = torch.empty_like(part)
     waited(scatter_single(most, x, dist.ReduceOp.MAX, async_op=later))
     return joined, part, most
+
+
+def in_their_place(device: torch.device, later: bool) -> Any:
+    """Each rank's part is a view of the whole tensor, as FSDP2 has it; or of the other's place.
+
+    Torch's own backends have no form for the other place: they get a copy.
+    """
+    found: list[Tensor] = []
+    rank = dist.get_rank()
+    for place in (rank, 1 - rank):
+        shared = place == rank or NAME in dist.get_backend_config()
+        whole = torch.zeros(8, 3, device=device)
+        own = whole[4 * place : 4 * place + 4].copy_(mine(device, 4, 3))
+        waited(gather_single(whole, own if shared else own.clone(), async_op=later))
+        x = mine(device, 4, 3)
+        part = x[2 * place : 2 * place + 2]
+        out = part if shared else part.clone()
+        waited(scatter_single(out, x, async_op=later))
+        found += [whole, out.clone()]
+    return found
 
 
 def reduced_together(device: torch.device, later: bool) -> Any:
@@ -73,7 +96,7 @@ def in_subgroups(device: torch.device, later: bool) -> Any:
 
 
 PROGRAMS: tuple[Callable[[torch.device, bool], Any], ...] = (
-    *(of_one_tensor, reduced_together, sent_objects, in_subgroups),
+    *(of_one_tensor, in_their_place, reduced_together, sent_objects, in_subgroups),
 )
 
 
@@ -90,6 +113,29 @@ def test_calls(ring: Any) -> None:
 
                 run.__name__ = program.__name__
                 assert_same_as_stock(ring, run)
+
+
+@runs_on("ranks")
+def test_few_functions_run_in_a_frequent_call(ring: Any) -> None:
+    """Training calls these per layer, and waits for the host where it is slow."""
+    whole = torch.zeros(1024, device=ring.device)
+    parts = whole.chunk(2)
+    with initialised(ring, OURS[ring.device.type]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch renames its functions
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "all_gather": lambda: gather_single(whole, torch.zeros_like(parts[0])),
+            "reduce_scatter": lambda: scatter_single(torch.empty_like(parts[0]), whole),
+        }
+        if ring.device.type == "cuda":  # gloo has no form in place
+            calls["all_gather in place"] = lambda: gather_single(whole, parts[ring.rank])
+            calls["reduce_scatter in place"] = lambda: scatter_single(parts[ring.rank], whole)
+        for name, call in calls.items():
+            for _ in range(3):
+                call()
+            found = functions_of(call)
+            listed = "\n".join(f"{file}: {function}" for file, function in found)
+            assert_equal(len(found) <= MOST, True, f"{name}, {len(found)} functions:\n{listed}")
 
 
 @runs_on("ranks")

@@ -113,6 +113,19 @@ def test_plain_pairs(ring: commlib.CommContext) -> None:
     assert not is_plain(ring, x, torch.ones(8, dtype=torch.int32))
 
 
+def test_a_part_in_its_place_is_plain(
+    ring: commlib.CommContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine that has such a form; this ring's rank is 0 of 1."""
+    x = torch.ones(8)
+    assert not is_plain(ring, x[:4], x, part=True)
+    monkeypatch.setattr(type(ring._engine), "parts_in_place", True)
+    assert [is_plain(ring, *pair, part=True) for pair in ((x[:4], x), (x, x[:4]))] == [True] * 2
+    assert not is_plain(ring, x[:4], x)
+    assert not is_plain(ring, x[4:], x, part=True)
+    assert not is_plain(ring, x[:4], x.view(torch.int32), part=True)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_no_call_is_plain_where_operators_are_watched(ring: commlib.CommContext) -> None:
     x, seen = torch.ones(4), []

@@ -30,12 +30,15 @@ Outcome = TypeVar("Outcome")
 ON_STREAM, ON_COMM_STREAM = MODES[True, True, True], MODES[False, True, True]
 
 
-def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
+def is_plain(ring: Ring, x: Tensor, out: Tensor, *, part: bool = False) -> bool:
     """Return True if no check of the tensors can fail, and an engine can take them as they are.
 
     The common case, in as few look-ups as possible: no mode and no trace is active; the tensors are
     dense, on the ring's device, of one dtype, and require no gradient; they share no bytes, unless
     they are one tensor. A call with one tensor gives it twice.
+
+    ``part``: where the engine has such a form, the smaller tensor may also be this rank's part of
+    the larger one.
     """
     if depth() or is_tracing() or forward_ad._current_level >= 0:
         return False
@@ -59,7 +62,11 @@ def is_plain(ring: Ring, x: Tensor, out: Tensor) -> bool:
         if out.is_inference() and not torch.is_inference_mode_enabled():
             return False
         a, b = out.data_ptr(), x.data_ptr()
-        return out.dtype is x.dtype and (a >= b + x.nbytes or b >= a + out.nbytes)
+        if a >= b + x.nbytes or b >= a + out.nbytes:
+            return out.dtype is x.dtype
+        if not part or not ring._engine.parts_in_place or out.dtype is not x.dtype:
+            return False
+        return b - a == ring.rank * x.nbytes or a - b == ring.rank * out.nbytes
     except (AttributeError, RuntimeError):  # not a tensor; a tensor without a storage
         return False
 

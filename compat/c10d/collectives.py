@@ -1,6 +1,6 @@
 """The collectives of a process group, each as calls of its ring."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from commlib.core.stream_mode import MODES
 
 Tensor = torch.Tensor
 Given = Tensor | Sequence[Any]
-AllreduceOptions = c10d.AllreduceOptions
+AllgatherOptions, AllreduceOptions = c10d.AllgatherOptions, c10d.AllreduceOptions
+ReduceScatterOptions = c10d.ReduceScatterOptions
 SYNC = MODES[True, True, True]  # in the order of the caller's stream
 
 
@@ -39,9 +40,18 @@ class Collectives:
     def _ring_for(self, tensors: Given) -> CommContext:
         raise NotImplementedError
 
-    def _plain_ring(self, tensors: Given, opts: Any) -> CommContext | None:
+    def _plain_ring(self, out: Tensor, x: Tensor, opts: Any) -> CommContext | None:
         """Return the ring of a synchronous call that can go to it as it is, else None."""
         raise NotImplementedError
+
+    def _plain_call(self, call: Callable[..., Any], *args: Any) -> dist.Work:
+        """Make a call that ``_plain_ring`` allows: frequent ones, in few steps."""
+        order = self._main_order
+        if order is None:
+            call(*args)
+        else:
+            order.run(call, *args)
+        return DONE
 
     def _issue(self, ring: CommContext, step: Step, opts: Any) -> dist.Work:
         raise NotImplementedError
@@ -56,17 +66,10 @@ class Collectives:
         self, tensors: Given, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
-        if type(opts) is AllreduceOptions and not opts.asyncOp:
-            op = BY_HASH.get(hash(opts.reduceOp))
-            ring = None if op is None else self._plain_ring(tensors, opts)
-            if op is not None and ring is not None:  # the most frequent call, in few steps
-                x = tensors[0]
-                order = self._main_order
-                if order is None:
-                    ring._all_reduce(x, x, op, None, SYNC, True)
-                else:
-                    order.run(ring._all_reduce, x, x, op, None, SYNC, True)
-                return DONE
+        if type(opts) is AllreduceOptions and isinstance(tensors, list) and len(tensors) == 1:
+            x, op = tensors[0], BY_HASH.get(hash(opts.reduceOp))
+            if op is not None and (ring := self._plain_ring(x, x, opts)) is not None:
+                return self._plain_call(ring._all_reduce, x, x, op, None, SYNC, True)
         if not hasattr(opts, "asyncOp"):
             opts = options(AllreduceOptions, opts, timeout, reduceOp=opts)
         reduced, reduction = listed(tensors), arguments_of(opts.reduceOp)
@@ -108,7 +111,7 @@ class Collectives:
 
         On a CPU each part is reduced by itself from three ranks on, for the bits of gloo.
         """
-        opts = options(c10d.ReduceScatterOptions, op, timeout, reduceOp=op)
+        opts = options(ReduceScatterOptions, op, timeout, reduceOp=op)
         target = single(out)
         ring = self._ring_for([target])
         reduction = arguments_of(opts.reduceOp)
@@ -119,13 +122,17 @@ class Collectives:
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Fill ``out`` of rank r with the reduction of part r of all ranks."""
+        if type(opts) is ReduceScatterOptions:
+            op = BY_HASH.get(hash(opts.reduceOp))
+            if op is not None and (ring := self._plain_ring(out, x, opts)) is not None:
+                return self._plain_call(ring._reduce_scatter, out, x, op, None, SYNC, True)
         return self.reduce_scatter_single_coalesced([out], [x], opts)
 
     def reduce_scatter_single_coalesced(
         self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Make several ``reduce_scatter_single`` as one operation."""
-        opts = options(c10d.ReduceScatterOptions, opts)
+        opts = options(ReduceScatterOptions, opts)
         targets = listed(outs)
         ring = self._ring_for(targets)
         reduction = arguments_of(opts.reduceOp)
@@ -147,7 +154,7 @@ class Collectives:
 
     def allgather(self, outs: Sequence[Any], x: Given, opts: Any = None) -> dist.Work:
         """Fill tensor r of ``outs`` on every rank with ``x`` of rank r; sizes may differ."""
-        opts = options(c10d.AllgatherOptions, opts)
+        opts = options(AllgatherOptions, opts)
         targets, source = parts(outs), single(x)
         ring = self._ring_for([source])
         call = partial(ring.all_gather, distinct(ring, "all_gather", targets), source)
@@ -157,7 +164,7 @@ class Collectives:
         self, outs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Gather several tensors: ``outs[r][i]`` is tensor i of rank r."""
-        opts = options(c10d.AllgatherOptions, opts)
+        opts = options(AllgatherOptions, opts)
         sources, rows = listed(inputs), [listed(row) for row in outs]
         ring = self._ring_for(sources)
         check_rows(ring, rows, sources)
@@ -168,13 +175,17 @@ class Collectives:
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Fill ``out`` on every rank with ``x`` of all ranks in their order."""
+        if type(opts) is AllgatherOptions:
+            ring = self._plain_ring(out, x, opts)
+            if ring is not None:
+                return self._plain_call(ring._all_gather, out, x, SYNC, True)
         return self.all_gather_single_coalesced([out], [x], opts)
 
     def all_gather_single_coalesced(
         self, outs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Make several ``all_gather_single`` as one operation."""
-        opts = options(c10d.AllgatherOptions, opts)
+        opts = options(AllgatherOptions, opts)
         targets, sources = listed(outs), listed(inputs)
         ring = self._ring_for(targets)
         pairs = zip(targets, sources, strict=True)

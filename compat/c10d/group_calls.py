@@ -81,17 +81,15 @@ class GroupCalls(UnsupportedCalls, Collectives):
             )
         return ring
 
-    def _plain_ring(self, tensors: Given, opts: Any) -> CommContext | None:
+    def _plain_ring(self, out: torch.Tensor, x: torch.Tensor, opts: Any) -> CommContext | None:
         """Return the ring of a synchronous call that can go to it as it is, else None.
 
-        One tensor, which the first ring takes without a check; nothing is queued, and the only
-        deadline is that of the ring.
+        The first ring takes both tensors without a check; nothing is queued, and the only deadline
+        is that of the ring.
         """
-        if self._batches or self._limited or pairs.queued() or opts.timeout > _UNSET:
+        if opts.asyncOp or self._batches or self._limited or pairs.queued():
             return None
-        if not isinstance(tensors, list) or len(tensors) != 1:
-            return None
-        if not is_plain(self._main, tensors[0], tensors[0]):
+        if opts.timeout > _UNSET or not is_plain(self._main, x, out, part=True):
             return None
         self._sequence += 1
         return self._main

@@ -84,7 +84,7 @@ class AllGather(Broadcast):
         """
         if x is None:
             x, out = out, new_like(self, "all_gather", out, self.size)
-        mode, plain = MODES[use_calc_stream, sync_op, fenced], is_plain(self, x, out)
+        mode, plain = MODES[use_calc_stream, sync_op, fenced], is_plain(self, x, out, part=True)
         if not plain and is_list(out):
             return self._all_gather_parts("all_gather", out, x, mode, timeout)
         return self._all_gather(out, x, mode, plain, timeout)

@@ -85,7 +85,7 @@ class ReduceScatter(Reduce):
         if x is None:
             x, out = out, new_like(self, "reduce_scatter", out, 1, self.size)
         mode = MODES[use_calc_stream, sync_op, fenced]
-        plain = is_plain(self, x, out)  # not for a list
+        plain = is_plain(self, x, out, part=True)  # not for a list
         if not plain and is_list(x):
             name = "reduce_scatter"
             return self._reduce_scatter_parts(name, out, x, op, factor, mode, timeout)

@@ -29,6 +29,7 @@ HOST, STEP, MEMORY = "host time, µs", "step, ms", "memory, MiB"
 UNITS = {HOST: 1e6, STEP: 1e3, MEMORY: 2**-20}  # in a second, in a byte
 CALLS = 200  # fewer than the launches that a GPU's queue holds, else the host waits for the GPU
 STEPS = {DDP: 5, FSDP: 2}  # of a turn
+TURNS = {DDP: 1, FSDP: 4}  # of a round: the time of one turn of FSDP2 varies by a fifth
 CHECKED = 3  # steps whose losses are compared
 NEAR = 0.01  # of the loss: kernels of attention add in any order
 IN_GROUPS = {OURS: NAME, STOCK: "nccl"}  # names for init_process_group, on GPUs
@@ -134,7 +135,7 @@ def _steps(ring: CommContext, program: str, rounds: int) -> Samples:
     meters = {
         name: partial(slowest_seconds, ring, step, STEPS[program]) for name, step in steps.items()
     }
-    found = interleave(meters, rounds=rounds)
+    found = interleave(meters, rounds=rounds * TURNS[program])
     del meters, steps
     gc.collect()  # models go before the groups that they use
     return found
