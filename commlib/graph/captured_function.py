@@ -32,6 +32,7 @@ from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries, Entry
 from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
+from commlib.graph.untraced import untraced
 from commlib.graph.used_tensors import UsedTensors
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import check_foreign, inside
@@ -75,11 +76,9 @@ class CapturedFunction(Generic[P, R]):
         self: "CapturedFunction[Concatenate[Owner, Q], R]", owner: Owner, kind: type | None = None
     ) -> Callable[Q, R]: ...
 
+    @untraced
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Return the method bound to ``owner``, captured for that object alone.
-
-        A module's graphs go when the module goes, and its parameters are found through it.
-        """
+        """Return the method bound to ``owner``, captured for that object alone."""
         return self if owner is None else bound(self, owner, self._of_classes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CapturedFunction[P, R]":
@@ -94,6 +93,7 @@ class CapturedFunction(Generic[P, R]):
         """Pickle the function and the options; graphs stay in their process."""
         return type(self), (self.fn, self.options)
 
+    @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the call's graph on the current stream, or capture it first."""
         if inside():

@@ -7,6 +7,7 @@ from typing import Any
 def bound(captured: Any, owner: Any, of_classes: dict[type, Any]) -> Any:
     """Return a captured function bound to ``owner``, where the next look-up finds it, too.
 
+    A module's graphs go when the module goes, and its parameters are found through it.
     ``of_classes``: those bound by ``classmethod``, to which this adds.
     """
     method = types.MethodType(captured.fn, owner)

@@ -9,6 +9,7 @@ from commlib.graph.captured_module import CapturedModule
 from commlib.graph.options import Gradients, Options
 from commlib.graph.pipelines.cut import Cuts, Stretch
 from commlib.graph.pipelines.layers import Layer, Layers
+from commlib.graph.untraced import untraced
 
 
 def pipeline(
@@ -78,6 +79,7 @@ class Pipeline(Layers):
         self._calls: list[Layer] = []
         self._cut()
 
+    @untraced
     def forward(self, *args: Any) -> Any:
         """Call the layers; new kinds of calls are captured, known ones replayed.
 

@@ -13,6 +13,7 @@ from commlib.graph.pipelines.actions import Action, Kind, PipelineMove, action_o
 from commlib.graph.pipelines.edges import Edges
 from commlib.graph.pipelines.orders import orders_of
 from commlib.graph.pipelines.step import Loss, PipelineStep, Transport
+from commlib.graph.untraced import untraced
 
 
 class PipelineSchedule:
@@ -127,6 +128,7 @@ class PipelineSchedule:
             raise GraphError(f"ranks={members}: expected {len(self.orders)}, one per rank")
         return Edges(self.edges, members, ring_id, tuple(shape), dtype)
 
+    @untraced
     def run(
         self,
         stages: Mapping[int, Callable[[torch.Tensor], torch.Tensor]],
