@@ -181,7 +181,7 @@ def test_captured_methods(ring: Any, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 @runs_on("unified_ranks")
 def test_calls_in_a_loop(ring: Any, backend: str) -> None:
-    """Dynamo can end no graph in a loop, so it leaves the function to eager code."""
+    """Dynamo can end no graph in a loop, so it leaves the function to eager code; or in a try."""
     captured = graph.capture(lambda x: ops.all_reduce(x) * 2)
 
     def repeated(x: Tensor) -> Tensor:
@@ -197,6 +197,15 @@ def test_calls_in_a_loop(ring: Any, backend: str) -> None:
     check_calls(ring, compiled(repeated, backend), expected)
     assert_equal(captured.entries.replays, 11, "replays")
     assert_equal(torch._dynamo.utils.counters["frames"]["ok"], 0, "functions that were compiled")
+
+    def tried(x: Tensor) -> Tensor:
+        try:
+            return captured(x) + 1
+        finally:
+            x.add_(1)
+
+    check_calls(ring, compiled(tried, backend), lambda x: ops.all_reduce(x - 1) * 2 + 1)
+    assert_equal(captured.entries.replays, 15, "replays")
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
@@ -308,3 +317,30 @@ def test_borrowed_outputs_as_arguments(ring: Any, backend: str) -> None:
     with raises(RuntimeError, "overwritten", "test_graph_in_compiled_code.py"):
         call(output)
     torch._dynamo.reset()
+
+
+VIEWS: dict[str, Call] = {
+    "rows": lambda x: x[:2],
+    "transposed": lambda x: x.t(),
+    "flat": lambda x: x.reshape(-1),
+    "written": lambda x: x[:2].add_(1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+@runs_on("unified_ranks")
+def test_views_of_outputs_end_with_them(ring: Any, backend: str, view: str) -> None:
+    """Also those that compiled code makes, of an output that it gets or of a call inside it."""
+    make = VIEWS[view]
+    inside, before = graph.capture(lambda x: x * 2), graph.capture(lambda x: x * 2)
+    of_call = compiled(lambda x: make(inside(x + 0)), backend)
+    of_output = torch.compile(make, backend=backend)
+    calls: tuple[Call, ...] = (of_call, lambda x: of_output(before(x)))
+    for call in calls:
+        for turn in range(3):
+            found = call(batch(ring, turn))
+            assert_bits_equal(found, make(batch(ring, turn) * 2), f"turn {turn}")
+        call(batch(ring, 3))
+        with raises(RuntimeError, "overwritten"):
+            found.sum()

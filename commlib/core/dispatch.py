@@ -37,8 +37,8 @@ def is_plain(ring: Ring, x: Tensor, out: Tensor, *, part: bool = False) -> bool:
     dense, on the ring's device, of one dtype, and require no gradient; they share no bytes, unless
     they are one tensor. A call with one tensor gives it twice.
 
-    ``part``: where the engine has such a form, the smaller tensor may also be this rank's part of
-    the larger one.
+    ``part``: where the engine has such a form, one tensor may also be this rank's part of the other
+    one; the caller checks their sizes.
     """
     if depth() or is_tracing() or forward_ad._current_level >= 0:
         return False

@@ -18,6 +18,7 @@ from commlib.core.manager import CommContextManager
 from commlib.errors import GraphError
 from commlib.graph.call_keys import CallKeys
 from commlib.graph.calls.cache_key import Arguments
+from commlib.graph.calls.graph_break import REPLAYS, graph_break
 from commlib.graph.calls.openable import contents
 from commlib.graph.first_call import FirstCall, device_of, makes_parameters
 from commlib.graph.kinds_watch import KindsWatch
@@ -32,7 +33,6 @@ from commlib.graph.replaying.compare import load_kernels
 from commlib.graph.replaying.entries import Entries, Entry
 from commlib.graph.replaying.outcome import Unequal
 from commlib.graph.replaying.schedule import Schedule
-from commlib.graph.untraced import untraced
 from commlib.graph.used_tensors import UsedTensors
 from commlib.graph.watching.host import OtherValue
 from commlib.graph.watching.runs import check_foreign, inside
@@ -76,7 +76,7 @@ class CapturedFunction(Generic[P, R]):
         self: "CapturedFunction[Concatenate[Owner, Q], R]", owner: Owner, kind: type | None = None
     ) -> Callable[Q, R]: ...
 
-    @untraced
+    @graph_break(REPLAYS)
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Return the method bound to ``owner``, captured for that object alone."""
         return self if owner is None else bound(self, owner, self._of_classes)
@@ -93,7 +93,7 @@ class CapturedFunction(Generic[P, R]):
         """Pickle the function and the options; graphs stay in their process."""
         return type(self), (self.fn, self.options)
 
-    @untraced
+    @graph_break(REPLAYS)
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the call's graph on the current stream, or capture it first."""
         if inside():

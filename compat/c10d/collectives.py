@@ -66,7 +66,8 @@ class Collectives:
         self, tensors: Given, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Reduce each tensor over all ranks, in place."""
-        if type(opts) is AllreduceOptions and isinstance(tensors, list) and len(tensors) == 1:
+        single_list = isinstance(tensors, list) and len(tensors) == 1
+        if type(opts) is AllreduceOptions and not opts.asyncOp and single_list:
             x, op = tensors[0], BY_HASH.get(hash(opts.reduceOp))
             if op is not None and (ring := self._plain_ring(x, x, opts)) is not None:
                 return self._plain_call(ring._all_reduce, x, x, op, None, SYNC, True)
@@ -122,7 +123,7 @@ class Collectives:
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Fill ``out`` of rank r with the reduction of part r of all ranks."""
-        if type(opts) is ReduceScatterOptions:
+        if type(opts) is ReduceScatterOptions and not opts.asyncOp:
             op = BY_HASH.get(hash(opts.reduceOp))
             if op is not None and (ring := self._plain_ring(out, x, opts)) is not None:
                 return self._plain_call(ring._reduce_scatter, out, x, op, None, SYNC, True)
@@ -175,7 +176,7 @@ class Collectives:
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> dist.Work:
         """Fill ``out`` on every rank with ``x`` of all ranks in their order."""
-        if type(opts) is AllgatherOptions:
+        if type(opts) is AllgatherOptions and not opts.asyncOp:
             ring = self._plain_ring(out, x, opts)
             if ring is not None:
                 return self._plain_call(ring._all_gather, out, x, SYNC, True)

@@ -87,9 +87,9 @@ class GroupCalls(UnsupportedCalls, Collectives):
         The first ring takes both tensors without a check; nothing is queued, and the only deadline
         is that of the ring.
         """
-        if opts.asyncOp or self._batches or self._limited or pairs.queued():
+        if self._batches or self._limited or pairs.queued() or opts.timeout > _UNSET:
             return None
-        if opts.timeout > _UNSET or not is_plain(self._main, x, out, part=True):
+        if not is_plain(self._main, x, out, part=True):
             return None
         self._sequence += 1
         return self._main

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from commlib.core.compiler import untraced_function
+from commlib.graph.calls.graph_break import graph_break
 from commlib.graph.operators.layout import unowned
 
 # Makes a read of a piece of memory raise; builds of torch without CUDA lack it.
 _SPOIL = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_CHECKED = (
+    "a borrowed output of commlib.graph checks itself in each operator, where torch was built "
+    "without CUDA; that can't be traced. Pass outputs='copy' to graph.capture"
+)
 
 
 class GuardedTensor(torch.Tensor):
@@ -20,7 +24,7 @@ class GuardedTensor(torch.Tensor):
     overwritten: Sequence[str] = ()  # one list for an output and its views: how it ended
 
     @classmethod
-    @untraced_function
+    @graph_break(_CHECKED)
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -34,31 +38,11 @@ class GuardedTensor(torch.Tensor):
                     plain = args[0].as_subclass(torch.Tensor)
                 return func(plain, *args[1:], **(kwargs or {}))
             found = func(*args, **(kwargs or {}))
-            if torch.compiler.is_compiling():
-                _admit()
-            else:
-                _watch(found, known)
+            _watch(found, known)
             return found
 
 
 GuardedTensor.__name__ = GuardedTensor.__qualname__ = "Tensor"  # as messages name it
-
-
-def _admit() -> None:
-    """Let AOTAutograd's first run of compiled code take guarded tensors.
-
-    Dynamo calls this while it traces an operator on one. A dispatch mode then looks for aliases in
-    that run, and rejects subclasses that it does not know.
-    """
-    from torch._functorch._aot_autograd import runtime_wrappers  # slow to import
-
-    wrappers: Any = runtime_wrappers
-    known = getattr(wrappers, "HANDLED_TYPES", None)
-    if isinstance(known, tuple) and GuardedTensor not in known:
-        wrappers.HANDLED_TYPES = (*known, GuardedTensor)
-
-
-_admit._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced
 
 
 # What makes something else of a tensor: a copy, a pickle, a text.

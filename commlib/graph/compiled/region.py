@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from commlib.graph.calls.graph_break import REPLAYS, graph_break
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.compiled.parts import reasons, replace, split
 from commlib.graph.compiled.static_inputs import StaticInputs
 from commlib.graph.options import Options
-from commlib.graph.untraced import untraced
 from commlib.log import log
 
 Code = Callable[[list[Any]], Any]  # gets a list of arguments, which it may empty
@@ -46,7 +46,7 @@ class Region:
         self._code = code
         self._whole = StaticInputs(code, static, examples, self.name, self._options)
 
-    @untraced
+    @graph_break(REPLAYS)
     def __call__(self, *args: Any) -> Any:
         """Replay the code, or run it to capture it."""
         return self._code(*args) if self.cuts else self._whole(*args)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from commlib.graph.calls.graph_break import REPLAYS, graph_break
 from commlib.graph.captured_module import CapturedModule
 from commlib.graph.options import Gradients, Options
 from commlib.graph.pipelines.cut import Cuts, Stretch
 from commlib.graph.pipelines.layers import Layer, Layers
-from commlib.graph.untraced import untraced
 
 
 def pipeline(
@@ -79,7 +79,7 @@ class Pipeline(Layers):
         self._calls: list[Layer] = []
         self._cut()
 
-    @untraced
+    @graph_break(REPLAYS)
     def forward(self, *args: Any) -> Any:
         """Call the layers; new kinds of calls are captured, known ones replayed.
 

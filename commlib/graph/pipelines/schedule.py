@@ -9,11 +9,11 @@ import torch
 from typing_extensions import Self
 
 from commlib.errors import GraphError
+from commlib.graph.calls.graph_break import REPLAYS, graph_break
 from commlib.graph.pipelines.actions import Action, Kind, PipelineMove, action_of, following, needs
 from commlib.graph.pipelines.edges import Edges
 from commlib.graph.pipelines.orders import orders_of
 from commlib.graph.pipelines.step import Loss, PipelineStep, Transport
-from commlib.graph.untraced import untraced
 
 
 class PipelineSchedule:
@@ -128,7 +128,7 @@ class PipelineSchedule:
             raise GraphError(f"ranks={members}: expected {len(self.orders)}, one per rank")
         return Edges(self.edges, members, ring_id, tuple(shape), dtype)
 
-    @untraced
+    @graph_break(REPLAYS)
     def run(
         self,
         stages: Mapping[int, Callable[[torch.Tensor], torch.Tensor]],
