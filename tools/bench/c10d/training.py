@@ -29,7 +29,7 @@ HOST, STEP, MEMORY = "host time, µs", "step, ms", "memory, MiB"
 UNITS = {HOST: 1e6, STEP: 1e3, MEMORY: 2**-20}  # in a second, in a byte
 CALLS = 200  # fewer than the launches that a GPU's queue holds, else the host waits for the GPU
 STEPS = {DDP: 5, FSDP: 2}  # of a turn
-MORE = {DDP: 1, FSDP: 4}  # times the rounds: the time of one turn of FSDP2 varies by a fifth
+FACTORS = {DDP: 1, FSDP: 4}  # of the rounds: the time of one turn of FSDP2 varies by a fifth
 CHECKED = 3  # steps whose losses are compared
 NEAR = 0.01  # of the loss: kernels of attention add in any order
 IN_GROUPS = {OURS: NAME, STOCK: "nccl"}  # names for init_process_group, on GPUs
@@ -39,10 +39,10 @@ CAPTION = (
     f"0, {CALLS} calls back to back, no synchronisation inside a round. step: on the slowest rank. "
     f"{DDP}: 77 linear layers 576 x 576 with ReLU (25.6 M float32 parameters, as many as "
     f"ResNet-50), 4096 rows, SGD. {FSDP}: fully_shard of a GPT with 18 blocks of width 2048 (1.0 "
-    f"B parameters), 2 x 1024 tokens, bfloat16, AdamW, {MORE[FSDP]} times the rounds. On CPUs both "
-    "are tiny. memory: the fall of "
-    "torch.cuda.mem_get_info from before init_process_group until the last step, on the GPU where "
-    "it is most, in fresh processes that have one backend, on GPUs alone."
+    f"B parameters), 2 x 1024 tokens, bfloat16, AdamW, {FACTORS[FSDP]} times the rounds. On CPUs "
+    "both are tiny. memory: the fall of torch.cuda.mem_get_info from before init_process_group "
+    "until the last step, on the GPU where it is most, in fresh processes with one backend, on "
+    "GPUs alone."
 )
 
 
@@ -136,7 +136,7 @@ def _steps(ring: CommContext, program: str, rounds: int) -> Samples:
     meters = {
         name: partial(slowest_seconds, ring, step, STEPS[program]) for name, step in steps.items()
     }
-    found = interleave(meters, rounds=rounds * MORE[program])
+    found = interleave(meters, rounds=rounds * FACTORS[program])
     del meters, steps
     gc.collect()  # models go before the groups that they use
     return found
