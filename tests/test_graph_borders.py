@@ -35,6 +35,24 @@ def test_one_tensor_in_two_places(twice_first: bool) -> None:
             assert x.tolist() == [1.0, 1.0]
 
 
+def test_a_capture_leaves_no_cast_of_a_weight_to_the_caller() -> None:
+    """An eager call of the same autocast block would save memory that the next replay writes."""
+    weight = torch.ones(8, 8, requires_grad=True)
+    x = torch.ones(4, 8, requires_grad=True)
+    call = graph.capture(lambda x: x @ weight, outputs="copy")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            call(x.detach())
+        y = x @ weight
+        with torch.no_grad():
+            weight.mul_(2)
+            torch.clear_autocast_cache()
+            call(x.detach())
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[8.0] * 8] * 4
+
+
 def test_an_input_that_a_backward_needs_is_written_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
