@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import c_int64
+from functools import partial
 from typing import Any
 
 import pytest
@@ -266,20 +267,36 @@ def test_further_slots_of_two_threads(comm: Any) -> None:
         assert_bits_equal(weight.grad, x * 20)
 
 
+@pytest.mark.parametrize("pool", [False, True])
 @runs_on("gpu_ranks")
-def test_a_capture_begins_while_a_replay_is_ordered(comm: Any) -> None:
-    """The replay is ordered after the capture stream, which another thread captures next."""
-    x, stream = torch.ones(3, device=comm.device), of_gpu(comm.device.index).stream.cuda_stream
+def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> None:
+    """The replay is ordered after the capture stream, which another thread captures next.
+
+    ``pool``: as each further slot does, to make a private pool.
+    """
+    backend = of_gpu(comm.device.index)
+    x, stream = torch.ones(3, device=comm.device), backend.stream.cuda_stream
     original, threads, outs = StreamOrder._fence, list[threading.Thread](), list[torch.Tensor]()
+    pools: list[object] = []
+
+    class SlowGraph(torch.cuda.CUDAGraph):
+        def capture_end(self) -> None:
+            time.sleep(0.3)
+            super().capture_end()
 
     def call(factor: float) -> None:
         torch.cuda.set_device(comm.device)
         g = graph.capture(lambda x: x * factor, outputs="copy")
         outs.append([g(x) for _ in range(3)][-1])
 
+    def make_pool() -> None:
+        torch.cuda.set_device(comm.device)
+        pools.append(backend.own_pool())
+
     def fence(order: StreamOrder, after: int, previous: int) -> None:
         if previous == stream and not threads:
-            threads.append(threading.Thread(target=call, args=(3.0,), daemon=True))
+            begin = make_pool if pool else partial(call, 3.0)
+            threads.append(threading.Thread(target=begin, daemon=True))
             threads[0].start()
             end = time.monotonic() + 0.5
             while not capture_of(stream) and time.monotonic() < end:
@@ -287,7 +304,9 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any) -> None:
         original(order, after, previous)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", SlowGraph)
         patch.setattr(StreamOrder, "_fence", fence)
         call(2.0)
         threads[0].join(50)
-    assert_bits_equal(torch.stack(outs).sum(0), torch.full((3,), 5.0))
+    assert_bits_equal(torch.stack(outs).sum(0), torch.full((3,), 2.0 if pool else 5.0))
+    assert_equal(len(pools), int(pool), "pools")

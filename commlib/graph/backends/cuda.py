@@ -71,7 +71,7 @@ class CudaBackend:
             self._warm, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.stream = new_stream(device)  # of captures: nothing runs eagerly on it
             self._workspace = BlasWorkspace(device, self.stream)
-            self._pool = PrivatePool(self.stream)  # of all graphs without a separate one
+            self._pool = PrivatePool(self.stream, self.lock)  # of all graphs without a separate one
             self._take_turn()
 
     # -- before a capture --------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class CudaBackend:
         with _capturing, no_collection():
             check_single()
             torch.cuda.synchronize(self.device)  # a capture writes where replays read
-            pool = PrivatePool(self.stream)
+            pool = PrivatePool(self.stream, self.lock)
             self._take_turn()
         return pool
 
@@ -295,5 +295,6 @@ class CudaBackend:
             with suppress(RuntimeError):  # newer torch has done it
                 getattr(torch._C, step)(index, now.pool)
         clear_error()
-        self._pool = PrivatePool(self.stream)  # a capture that ends well frees the generators
+        # A capture that ends well frees the generators.
+        self._pool = PrivatePool(self.stream, self.lock)
         put_state(torch.cuda.default_generators[index], now.random)
