@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from ctypes import c_int64
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,14 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph.backends import cuda_graph
+from commlib.graph.backends import cuda_graph, replay_order
 from commlib.graph.backends.base import CpuBackend
 from commlib.graph.backends.cuda import of_gpu
 from commlib.graph.backends.cuda_graph import check_single
+from commlib.graph.backends.replay_order import ReplayOrder
 from commlib.graph.replaying.captured_call import CapturedCall
 from commlib.graph.replaying.slot import Slot
 from commlib.graph.watching.real_call import RealCall
-from commlib.p2p.stream_order import StreamOrder
 from commlib.streams import capture_of
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
@@ -276,8 +277,8 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> No
     """
     backend = of_gpu(comm.device.index)
     x, stream = torch.ones(3, device=comm.device), backend.stream.cuda_stream
-    original, threads, outs = StreamOrder._fence, list[threading.Thread](), list[torch.Tensor]()
-    pools: list[object] = []
+    original, threads, outs = ReplayOrder._fence, list[threading.Thread](), list[torch.Tensor]()
+    pools, begun = list[object](), list[bool]()
 
     class SlowGraph(torch.cuda.CUDAGraph):
         def capture_end(self) -> None:
@@ -293,7 +294,7 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> No
         torch.cuda.set_device(comm.device)
         pools.append(backend.own_pool())
 
-    def fence(order: StreamOrder, after: int, previous: int) -> None:
+    def fence(order: ReplayOrder, after: int, previous: int) -> None:
         if previous == stream and not threads:
             begin = make_pool if pool else partial(call, 3.0)
             threads.append(threading.Thread(target=begin, daemon=True))
@@ -301,12 +302,35 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> No
             end = time.monotonic() + 0.5
             while not capture_of(stream) and time.monotonic() < end:
                 time.sleep(0.001)
+            begun.append(capture_of(stream) != 0)
         original(order, after, previous)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "CUDAGraph", SlowGraph)
-        patch.setattr(StreamOrder, "_fence", fence)
+        patch.setattr(ReplayOrder, "_fence", fence)
         call(2.0)
         threads[0].join(50)
     assert_bits_equal(torch.stack(outs).sum(0), torch.full((3,), 2.0 if pool else 5.0))
-    assert_equal(len(pools), int(pool), "pools")
+    assert_equal((len(pools), begun), (int(pool), [False]), "pools, and captures that began")
+
+
+def test_no_replay_waits_for_a_stream_that_a_capture_has_drawn_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The capture takes the stream between the question for it and the record of the event."""
+    order, log = ReplayOrder(torch.device("cuda", 0)), list[str]()
+    captures = dict.fromkeys((1, 2), 0)
+
+    def record(stream: object) -> None:
+        log.append("recorded")
+        captures.update(later)
+
+    event = SimpleNamespace(record=record)
+    streams = {i: SimpleNamespace(wait_event=lambda _: log.append("waited")) for i in (1, 2)}
+    monkeypatch.setattr(ReplayOrder, "_stream", lambda _, handle: (streams[handle], event))
+    monkeypatch.setattr(replay_order, "capture_of", captures.__getitem__)
+    for later, waits in (({}, True), ({1: 7, 2: 7}, True), ({1: 7}, False)):
+        captures.update({1: 0, 2: 0})
+        log.clear()
+        order._fence(2, 1)
+        assert log == ["recorded", "waited"][: 1 + waits], later

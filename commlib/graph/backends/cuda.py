@@ -21,12 +21,12 @@ from commlib.graph.backends.cuda_driver import clear_error, no_stale_streams, no
 from commlib.graph.backends.cuda_graph import CudaRecording, check_single, end_late, under_way
 from commlib.graph.backends.graph_memory import Failures, allocated_bytes, join_frees, memory_of
 from commlib.graph.backends.private_pool import PrivatePool
+from commlib.graph.backends.replay_order import ReplayOrder
 from commlib.graph.backends.side_stream import SideStream
 from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.garbage import no_collection
 from commlib.graph.watching.host import HostPart
 from commlib.graph.watching.recorder import Recorder
-from commlib.p2p.stream_order import StreamOrder
 from commlib.streams import capture_of, current_raw, new_stream
 
 _capturing = CaptureLock()
@@ -65,7 +65,7 @@ class CudaBackend:
         self.lock = threading.RLock()
         self._now: _Capture | None = None
         self._failed = self._failed_since = False  # a capture has: ever, and since a collection
-        self._order = StreamOrder(device)
+        self._order = ReplayOrder(device)
         self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
         with torch.cuda.device(device):
             self._warm, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -108,8 +108,7 @@ class CudaBackend:
     def own_pool(self) -> Pool:
         """Return a pool for graphs that keep something from one replay to the next.
 
-        In the shared one a graph's memory may be another's that was captured before it: what it
-        leaves there is gone when that one is replayed.
+        In the shared one, what a graph leaves is gone when one with the same memory is replayed.
         """
         with _capturing, no_collection():
             check_single()
@@ -201,7 +200,8 @@ class CudaBackend:
         self._join_all(now)
         now.recorder.end_host()
         memory = memory_of(now.graph, self.device, now.recorder.memory.made.values())
-        now.graph.capture_end()
+        with self.lock:
+            now.graph.capture_end()
         self._leave()
         now.recorder.restore()  # what the host has done
         count, launches = nodes(now.graph), now.recorder.launches
@@ -276,7 +276,8 @@ class CudaBackend:
             with suppress(RuntimeError):
                 self._join_all(now)
         try:
-            now.graph.capture_end()
+            with self.lock:
+                now.graph.capture_end()
             if memory is None:
                 now.graph.reset()
         except RuntimeError:
@@ -295,6 +296,5 @@ class CudaBackend:
             with suppress(RuntimeError):  # newer torch has done it
                 getattr(torch._C, step)(index, now.pool)
         clear_error()
-        # A capture that ends well frees the generators.
-        self._pool = PrivatePool(self.stream, self.lock)
+        self._pool = PrivatePool(self.stream, self.lock)  # a good end frees the generators
         put_state(torch.cuda.default_generators[index], now.random)
