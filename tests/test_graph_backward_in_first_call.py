@@ -5,7 +5,7 @@ On a GPU it runs in a thread of autograd, for which the call waits.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 
 from commlib import graph
 from commlib.errors import GraphError
-from commlib.graph.backends import cuda_graph, replay_order
+from commlib.graph.backends import cuda, cuda_graph, replay_order
 from commlib.graph.backends.base import CpuBackend
 from commlib.graph.backends.cuda import of_gpu
 from commlib.graph.backends.cuda_graph import check_single
@@ -268,6 +268,22 @@ def test_further_slots_of_two_threads(comm: Any) -> None:
         assert_bits_equal(weight.grad, x * 20)
 
 
+def slow_graph(threads: Sequence[threading.Thread], near: threading.Event) -> type:
+    """Return a class of graphs whose captures take a while to end; ``near``: a thread has one."""
+
+    class SlowGraph(torch.cuda.CUDAGraph):
+        def __new__(cls, *args: Any, **kwargs: Any) -> "SlowGraph":
+            if threading.current_thread() in threads:
+                near.set()
+            return super().__new__(cls, *args, **kwargs)
+
+        def capture_end(self) -> None:
+            time.sleep(0.3)
+            super().capture_end()
+
+    return SlowGraph
+
+
 @pytest.mark.parametrize("pool", [False, True])
 @runs_on("gpu_ranks")
 def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> None:
@@ -278,12 +294,7 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> No
     backend = of_gpu(comm.device.index)
     x, stream = torch.ones(3, device=comm.device), backend.stream.cuda_stream
     original, threads, outs = ReplayOrder._fence, list[threading.Thread](), list[torch.Tensor]()
-    pools, begun = list[object](), list[bool]()
-
-    class SlowGraph(torch.cuda.CUDAGraph):
-        def capture_end(self) -> None:
-            time.sleep(0.3)
-            super().capture_end()
+    pools, begun, near = list[object](), list[bool](), threading.Event()
 
     def call(factor: float) -> None:
         torch.cuda.set_device(comm.device)
@@ -292,6 +303,7 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> No
 
     def make_pool() -> None:
         torch.cuda.set_device(comm.device)
+        near.set()
         pools.append(backend.own_pool())
 
     def fence(order: ReplayOrder, after: int, previous: int) -> None:
@@ -299,19 +311,65 @@ def test_a_capture_begins_while_a_replay_is_ordered(comm: Any, pool: bool) -> No
             begin = make_pool if pool else partial(call, 3.0)
             threads.append(threading.Thread(target=begin, daemon=True))
             threads[0].start()
-            end = time.monotonic() + 0.5
+            near.wait(20)
+            end = time.monotonic() + 0.3
             while not capture_of(stream) and time.monotonic() < end:
                 time.sleep(0.001)
             begun.append(capture_of(stream) != 0)
         original(order, after, previous)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "CUDAGraph", SlowGraph)
+        patch.setattr(torch.cuda, "CUDAGraph", slow_graph(threads, near))
         patch.setattr(ReplayOrder, "_fence", fence)
         call(2.0)
         threads[0].join(50)
     assert_bits_equal(torch.stack(outs).sum(0), torch.full((3,), 2.0 if pool else 5.0))
     assert_equal((len(pools), begun), (int(pool), [False]), "pools, and captures that began")
+    assert_equal(near.is_set(), True, "the other thread came near its capture")
+
+
+@runs_on("gpu_ranks")
+def test_captures_end_under_the_lock_of_replays(comm: Any) -> None:
+    """Else an event that a replay has recorded could be one of a capture that has ended."""
+    backend, x = of_gpu(comm.device.index), torch.ones(3, device=comm.device)
+    held: list[bool] = []
+
+    def look() -> None:
+        held.append(not backend.lock.acquire(blocking=False))
+        if not held[-1]:
+            backend.lock.release()
+
+    class WatchedGraph(torch.cuda.CUDAGraph):
+        def capture_end(self) -> None:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join(20)
+            super().capture_end()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", WatchedGraph)
+        backend.own_pool()
+        g = graph.capture(lambda x: x * 2, outputs="copy")
+        outs = [g(x) for _ in range(3)]
+    assert_equal(held, [True, True], "the lock is held")
+    assert_bits_equal(outs[-1], torch.full((3,), 2.0))
+
+
+def test_threads_get_one_backend_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would order their replays apart, though torch has one generator for both."""
+
+    def slow(device: torch.device) -> object:
+        time.sleep(0.1)
+        return object()
+
+    monkeypatch.setattr(cuda, "CudaBackend", slow)
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(of_gpu(99))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found[0] is found[1]
 
 
 def test_no_replay_waits_for_a_stream_that_a_capture_has_drawn_in(

@@ -22,16 +22,15 @@ from commlib.graph.backends.cuda_graph import CudaRecording, check_single, end_l
 from commlib.graph.backends.graph_memory import Failures, allocated_bytes, join_frees, memory_of
 from commlib.graph.backends.private_pool import PrivatePool
 from commlib.graph.backends.replay_order import ReplayOrder
-from commlib.graph.backends.side_stream import SideStream
+from commlib.graph.backends.side_stream import SideStream, SideStreams
 from commlib.graph.operators.generators import put_state
 from commlib.graph.watching.garbage import no_collection
 from commlib.graph.watching.host import HostPart
 from commlib.graph.watching.recorder import Recorder
-from commlib.streams import capture_of, current_raw, new_stream
+from commlib.streams import capture_of, new_stream
 
-_capturing = CaptureLock()
+_capturing, _making = CaptureLock(), threading.Lock()
 _failures = Failures()
-_STREAMS = 32  # that torch deals out in turn
 
 
 class _Capture(NamedTuple):
@@ -48,9 +47,14 @@ class _Capture(NamedTuple):
     scope: ExitStack  # streams and locks
 
 
-@cache
 def of_gpu(index: int) -> "CudaBackend":
-    """Return the backend of GPU ``index``."""
+    """Return the backend of GPU ``index``, the same one to all threads."""
+    with _making:
+        return _backend_of(index)
+
+
+@cache
+def _backend_of(index: int) -> "CudaBackend":
     return CudaBackend(torch.device("cuda", index))
 
 
@@ -66,12 +70,12 @@ class CudaBackend:
         self._now: _Capture | None = None
         self._failed = self._failed_since = False  # a capture has: ever, and since a collection
         self._order = ReplayOrder(device)
-        self._sides: dict[tuple[int, int], SideStream] = {}  # by thread and stream of callers
         with torch.cuda.device(device):
             self._warm, self._rooms = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._sides = SideStreams(self._rooms, self._warm)
             self.stream = new_stream(device)  # of captures: nothing runs eagerly on it
             self._workspace = BlasWorkspace(device, self.stream)
-            self._pool = PrivatePool(self.stream, self.lock)  # of all graphs without a separate one
+            self._pool = PrivatePool(self.stream)  # of all graphs without a separate one
             self._take_turn()
 
     # -- before a capture --------------------------------------------------------------------------
@@ -92,7 +96,7 @@ class CudaBackend:
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Make a call whose autograd nodes stay: on the side stream."""
-        with _capturing, self.side().run():
+        with _capturing, self._sides.here().run():
             yield
 
     def trimmed(self) -> AbstractContextManager[None]:
@@ -113,9 +117,9 @@ class CudaBackend:
         with _capturing, no_collection():
             check_single()
             torch.cuda.synchronize(self.device)  # a capture writes where replays read
-            pool = PrivatePool(self.stream, self.lock)
-            self._take_turn()
-        return pool
+            with self.lock:  # as in ``begin``
+                self._take_turn()
+                return PrivatePool(self.stream)
 
     def turn(self) -> None:
         """Order the current stream after the last replay: graphs share their memory."""
@@ -124,26 +128,12 @@ class CudaBackend:
 
     def side(self) -> SideStream:
         """Return the side stream of this thread and its current stream."""
-        key = threading.get_ident(), current_raw(self.device.index)
-        if key not in self._sides:
-            self._sides[key] = self._new_side()
-        return self._sides[key]
-
-    def _new_side(self) -> SideStream:
-        """Make a side stream. Torch deals its streams in turn, so one may be in use already."""
-        used = {self._warm.cuda_stream, self._rooms.cuda_stream, current_raw(self.device.index)}
-        used |= {callers for _, callers in self._sides}
-        used |= {side.stream.cuda_stream for side in self._sides.values()}
-        for _ in range(_STREAMS):
-            stream = torch.cuda.Stream(self.device)
-            if stream.cuda_stream not in used:
-                return SideStream(stream, shared=False)
-        return SideStream(self._rooms, shared=True)
+        return self._sides.here()
 
     def waiting(self) -> AbstractContextManager[object]:
         """Return the context to make autograd nodes in that outlive a capture."""
         self._collect(everything=self._failed)
-        return self.side().current()
+        return self._sides.here().current()
 
     def _collect(self, *, everything: bool) -> None:
         """Release autograd nodes in reference cycles, which a failed capture leaves.
@@ -226,7 +216,7 @@ class CudaBackend:
         """Order the capture stream after all streams that have become a part of its capture."""
         self.join(now.recorder.rings)
         own = capture_of(self.stream.cuda_stream)
-        for side in [*self._sides.values()]:
+        for side in self._sides.all():
             if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
                 self.stream.wait_stream(side.stream)
         join_frees(self.device.index, now.pool)
@@ -237,8 +227,10 @@ class CudaBackend:
         own = capture_of(here.cuda_stream)
         for ring in rings:
             fences = ring._fences
-            if fences is not None and capture_of(fences.comm.cuda_stream) == own:
-                with ring._lock:
+            if fences is None:
+                continue
+            with ring._lock:
+                if capture_of(fences.comm.cuda_stream) == own:
                     fences.calc_waits(here)
 
     def _leave(self) -> None:
@@ -296,5 +288,6 @@ class CudaBackend:
             with suppress(RuntimeError):  # newer torch has done it
                 getattr(torch._C, step)(index, now.pool)
         clear_error()
-        self._pool = PrivatePool(self.stream, self.lock)  # a good end frees the generators
+        with self.lock:
+            self._pool = PrivatePool(self.stream)  # a capture that ends well frees the generators
         put_state(torch.cuda.default_generators[index], now.random)

@@ -1,7 +1,5 @@
 """A private pool of torch's memory, which graphs are captured into."""
 
-from contextlib import AbstractContextManager
-
 import torch
 
 
@@ -14,16 +12,14 @@ class PrivatePool:
         handle: Torch's handle.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, lock: AbstractContextManager[object]) -> None:
-        """Take a new pool; ``stream`` captures the graph, which is never launched.
-
-        ``lock``: in it no replay of another thread is about to wait for the stream.
-        """
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Take a new pool; ``stream`` captures the graph, which is never launched."""
         self.handle = torch.cuda.graph_pool_handle()
         self._keeper = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(stream):
             word = torch.empty(1, device=stream.device)
-            with lock:
-                self._keeper.capture_begin(self.handle, capture_error_mode="thread_local")
+            self._keeper.capture_begin(self.handle, capture_error_mode="thread_local")
+            try:
                 word.zero_()  # torch warns of a graph without nodes
+            finally:
                 self._keeper.capture_end()

@@ -8,8 +8,8 @@ class ReplayOrder(StreamOrder):
     """The stream of the last replay, and the fence to that of the next one.
 
     The backward that another thread captures may draw the stream of the last replay, a side stream,
-    into its capture at any time. No replay has to wait for that stream then: a capture begins when
-    all work of the GPU has ended. The caller holds the lock under which captures begin and end.
+    into its capture at any time. No replay waits for that stream then: that thread had waited for
+    the GPU before the capture began. The caller holds the lock under which captures begin and end.
     """
 
     __slots__ = ()

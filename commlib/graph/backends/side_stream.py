@@ -9,6 +9,8 @@ import torch
 
 from commlib.streams import current_raw, on_stream
 
+_STREAMS = 32  # that torch deals out in turn
+
 
 class SideStream:
     """A stream for the autograd nodes of the calls that one thread makes on one stream.
@@ -65,6 +67,40 @@ class SideStream:
         with self._lock:  # one event for both directions
             self._event.record(first)
             self._event.wait(then)  # as then.wait_event(), with one function of Python less
+
+
+class SideStreams:
+    """The side streams of one GPU, by thread and stream of callers."""
+
+    def __init__(self, rest: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
+        """``rest`` serves those for whom no stream is left; ``others`` are in use as well."""
+        self._rest, self._taken = rest, {stream.cuda_stream for stream in (rest, *others)}
+        self._known: dict[tuple[int, int], SideStream] = {}
+        self._lock = threading.Lock()
+
+    def here(self) -> SideStream:
+        """Return the side stream of this thread and its current stream."""
+        key = threading.get_ident(), current_raw(self._rest.device.index)
+        found = self._known.get(key)
+        if found is None:
+            with self._lock:
+                found = self._known[key] = self._new(key[1])
+        return found
+
+    def all(self) -> list[SideStream]:
+        """Return those of every thread."""
+        with self._lock:
+            return [*self._known.values()]
+
+    def _new(self, callers: int) -> SideStream:
+        """Make a side stream. Torch deals its streams in turn, so one may be in use already."""
+        used = {*self._taken, callers, *(callers for _, callers in self._known)}
+        used |= {side.stream.cuda_stream for side in self._known.values()}
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(self._rest.device)
+            if stream.cuda_stream not in used:
+                return SideStream(stream, shared=False)
+        return SideStream(self._rest, shared=True)
 
 
 class _Across:
