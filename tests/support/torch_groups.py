@@ -35,11 +35,17 @@ def end_earlier_group() -> None:
 
 @contextmanager
 def initialised(ring: Any, backend: str, **options: Any) -> Iterator[Any]:
-    """Initialise ``torch.distributed`` over the ranks of a ring; yields the group of all."""
+    """Initialise ``torch.distributed`` over the ranks of a ring; yields the group of all.
+
+    Every rank waits until all have the group. If one rank had it, and ended it at once, that
+    would close gloo's connections while ``init_process_group`` of another rank makes them.
+    """
     end_earlier_group()
     store = store_of()
     options.setdefault("timeout", timedelta(seconds=30))
     dist.init_process_group(backend, store=store, rank=ring.rank, world_size=ring.size, **options)
+    store.set(f"initialised {ring.rank}", "")
+    store.wait([f"initialised {rank}" for rank in range(ring.size)])
     try:
         yield dist.group.WORLD
     finally:
