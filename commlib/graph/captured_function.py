@@ -250,7 +250,7 @@ class CapturedFunction(Generic[P, R]):
             return
         first.rehearse(call)
         if self._keys.grads.add(first.findings.owners):
-            self.entries.drop_all()
+            self.entries.clear()  # backwards of earlier calls may follow
             call = self._keys.of(*call.given)
         entry = first.entry(call, functools.partial(self._drop_different, call.key))
         entry.places = self._keys.places(call, entry.uses)
@@ -269,7 +269,7 @@ class CapturedFunction(Generic[P, R]):
         ``wanted``: which of its tensors required grad before the call.
         """
         if self.options.on_fail == "raise":
-            if first.counted.counted or first.findings.unseen or first.findings.taken:
+            if first.counted.counted or first.findings.stay:
                 raise GraphError(
                     f"{error}; the effects of the call were kept: do not repeat it", done=True
                 ) from error

@@ -1,7 +1,8 @@
 """Names outside a function that each call binds, and that a replay binds in its place."""
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,13 @@ import torch
 from commlib.core.tensors import is_wrapper
 from commlib.errors import GraphError
 from commlib.graph.calls.lasting import Lasting, hides
-from commlib.graph.calls.outputs import Outputs, flat
+from commlib.graph.calls.leaves import leaves_of
+from commlib.graph.calls.no_gradient import no_gradient
+from commlib.graph.calls.outputs import Outputs, flat, leads_back
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.changes import Change, Place
 from commlib.graph.python.user_names import kind_name
+from commlib.graph.watching.recorder import Recorder
 
 
 class Kept(NamedTuple):
@@ -45,10 +49,11 @@ def kept(change: Change, given: Sequence[torch.Tensor]) -> Kept:
 
 def holds_tensor(x: Any) -> bool:
     """Return True for a tensor, and for what unfolds into tensors among others."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in _leaves(x))
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves_in(x))
 
 
-def _leaves(x: Any) -> list[Any]:
+def leaves_in(x: Any) -> list[Any]:
+    """Return the leaves of what a name is bound to."""
     if isinstance(x, torch.Tensor):
         return [x]
     try:
@@ -60,13 +65,48 @@ def _leaves(x: Any) -> list[Any]:
 def check_hidden(changes: Sequence[Change], own: Callable[[torch.Tensor], bool]) -> None:
     """Raise ``GraphError`` for a name bound to an object that hides tensors of the graph."""
     for x in changes:
-        for leaf in _leaves(x.now):
+        for leaf in leaves_in(x.now):
             plain = isinstance(leaf, (torch.Tensor, Iterator))
             if not plain and hides(leaf, own):
                 raise GraphError(
                     f"the function binds {x.name} to a {kind_name(leaf)}, in which no "
                     f"replay could put new tensors; bind the tensors themselves, or return them"
                 )
+
+
+def check_gradients(
+    result: Iterable[object],
+    changes: Iterable[Change],
+    inputs: Sequence[torch.Tensor],
+    recorder: Recorder,
+) -> None:
+    """Raise ``GraphError`` for a tensor whose ``grad`` the program would miss after a replay.
+
+    Args:
+        result: The leaves of what the function returns.
+        changes: What it binds to names.
+        inputs: What it was given.
+        recorder: What it has touched.
+    """
+    handed = [("returns", x) for x in result]
+    handed += [(f"binds {each.name} to", x) for each in changes for x in leaves_in(each.now)]
+    tensors = [(does, x) for does, x in handed if isinstance(x, torch.Tensor) and x.requires_grad]
+    touched, given = recorder.memory, {id(x) for x in inputs}
+    own = {*touched.made, *map(memory, inputs)}
+    reached = {id(x) for x in leaves_of(x for _, x in tensors if leads_back(x))}
+    for does, x in tensors:
+        if x.retains_grad:
+            raise GraphError(
+                f"the function {does} a tensor whose gradient it retains, and a replay would not; "
+                f"return the tensor, and call retain_grad() on what the call returns"
+            )
+        made = id(x) not in given and (memory(x) in own or touched.has_given(x))
+        if made and x.is_leaf and (x.grad is not None or id(x) in reached):
+            raise GraphError(
+                f"the function {does} a leaf that it makes, and a replay would not give it the "
+                f"gradient that the function gives it; pass it as an argument that requires grad, "
+                f"or hand out x.detach()"
+            )
 
 
 class Bindings:
@@ -91,7 +131,8 @@ class Bindings:
         """
         known = {(x.where, x.name) for x in made}
         left = [x for x in left if (x.where, x.name) not in known]
-        bound = [(x.place, _own_past(x.now)) for x in made]
+        values = [_own_past(x.now) for x in made]
+        bound = [(x.place, value) for x, value in zip(made, values, strict=True)]
         bound += [(x.place, inputs[x.position]) for x in left if x.position is not None]
         others = [x for x in left if x.position is None]
         self._others = [x for x in others if isinstance(x.value, weakref.ref)]
@@ -101,6 +142,7 @@ class Bindings:
         # The program may keep what a name was bound to.
         named = [now for _, now in bound]
         self._named = Outputs(named, inputs, own, lasting, copy=True) if named else None
+        self._lead = [] if self._named is None else _leading(made, values, self._named.made(named))
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return the program's tensors that are to be bound; None for one that it has released."""
@@ -126,15 +168,41 @@ class Bindings:
                 done=True,
             )
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Bind all of it, as a call with ``tensors`` does."""
+    def bind(self, tensors: Sequence[torch.Tensor], result: Any) -> None:
+        """Bind all of it, as a call with ``tensors`` does that returns ``result``."""
         if self._named is not None:
-            for place, tensor in zip(self._places, self._named.give(tensors, ""), strict=True):
+            join = functools.partial(self._join, result) if any(self._lead) else None
+            named = self._named.give(tensors, "", join)
+            for place, tensor in zip(self._places, named, strict=True):
                 place.bind(tensor)
         for x in self._others:
             _bind(x.place, x.value())
         for x in self._plain:
             _bind(x.place, x.value)
+
+    def _join(self, result: Any, made: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what a replay has made, with what requires grad as in eager code."""
+        sources = [x for x in flat(result)[0] if leads_back(x)]
+        pairs = zip(made, self._lead, strict=True)
+        return [no_gradient(x, name, sources) if name else x for x, name in pairs]
+
+
+def _leading(
+    made: Sequence[Change], values: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> list[str]:
+    """Return the names of those ``tensors`` through which gradients flow in eager code.
+
+    Args:
+        made: What the capture has bound.
+        values: The same, where a wrapper has no past.
+        tensors: What a replay makes for it; "" is the name of one without gradients.
+    """
+    found = {}
+    for change, value in zip(made, values, strict=True):
+        for leaf, own in zip(leaves_in(change.now), leaves_in(value), strict=True):
+            if leads_back(leaf):
+                found[id(own)] = change.name
+    return [found.get(id(tensor), "") for tensor in tensors]
 
 
 def _own_past(x: Any) -> Any:

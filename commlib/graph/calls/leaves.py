@@ -1,11 +1,13 @@
 """Leaves of the autograd graph: those of a run, and those that replace a call's tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
+from commlib.errors import GraphError
 from commlib.graph.operators.step import without_autocast
 from commlib.graph.watching.recorder import Recorder
 
@@ -107,3 +109,37 @@ def parameters(recorder: Recorder, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Return the leaves that require grad and that a run has read in addition to its inputs."""
     input_ids = {id(tensor) for tensor in inputs}
     return [tensor for tensor in recorder.known_leaves() if id(tensor) not in input_ids]
+
+
+def nodes_of(outs: Iterable[torch.Tensor]) -> set[Any]:
+    """Return the nodes that a backward from ``outs`` goes through."""
+    found: set[Any] = set()
+    left = [out.grad_fn for out in outs]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return found
+
+
+def leaves_of(outs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves that gradients of ``outs`` flow to."""
+    return [node.variable for node in nodes_of(outs) if type(node).__name__ == "AccumulateGrad"]
+
+
+def check_backwards(
+    inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], histories: Set[int]
+) -> None:
+    """Raise ``GraphError`` for a backward inside the function that leads to an argument.
+
+    ``histories``: positions of arguments through whose history one went in the first call.
+    """
+    for i, (new, tensor) in enumerate(zip(inputs, tensors, strict=True)):
+        before = tensor.grad if tensor.is_leaf else None
+        if i in histories or (new is not tensor and new.grad is not before):
+            raise GraphError(
+                f"a backward inside the function leads to argument tensor {i}, or to what it was "
+                f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
+                f"return its gradient"
+            )

@@ -193,6 +193,15 @@ def check_tied(tied: Sequence[torch.Tensor]) -> None:
         )
 
 
+def check_continued(i: int) -> None:
+    """Raise ``GraphError`` for an argument whose autograd history a write has continued."""
+    raise GraphError(
+        f"the function writes in place to tensor {i} of its arguments, whose gradient flows back "
+        f"through that write, but a replay could not continue its history; write to a clone in the "
+        f"function, and return it"
+    )
+
+
 def check_wanting(given: Iterable[torch.Tensor], wanted: Iterable[bool]) -> None:
     """Raise ``GraphError`` for an argument whose ``requires_grad`` the function has changed.
 

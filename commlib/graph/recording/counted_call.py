@@ -14,7 +14,12 @@ from commlib.graph.calls.cache_key import Arguments
 from commlib.graph.calls.leaves import noting_histories
 from commlib.graph.calls.openable import Contents, changed, exchanged, first_of
 from commlib.graph.operators.schema import memory
-from commlib.graph.operators.unsupported import check_python_random, check_tied, check_unseen
+from commlib.graph.operators.unsupported import (
+    check_continued,
+    check_python_random,
+    check_tied,
+    check_unseen,
+)
 from commlib.graph.python.changes import Change
 from commlib.graph.python.iterators import Positions, check_taken
 from commlib.graph.python.look_error import look_error
@@ -85,7 +90,8 @@ class CountedCall:
         self._opened = opened
         held = _memory_of(self._before.tensors or reached(self.roots).tensors)
         bits = digests(held)
-        has_history = any(x.grad_fn is not None for x in call.tensors)
+        histories = [x.grad_fn for x in call.tensors]
+        has_history = any(node is not None for node in histories)
         noting: AbstractContextManager[Set[int]] = nullcontext(frozenset())
         if has_history:
             noting = noting_histories(call.tensors)
@@ -107,6 +113,8 @@ class CountedCall:
         pairs = zip(held, bits, digests(held), strict=True)
         changed = [whole(x) for x, before, after in pairs if before != after and x.nbytes()]
         self._note_run(run, rings, changed)
+        after = [x.grad_fn for x in call.tensors]
+        self.findings.continued = [i for i, node in enumerate(histories) if node is not after[i]]
         self.result = result
         problem = self._look(call, result, positions, after_call)
         self._problem = self._agreed(rings, problem) if rings else problem
@@ -178,6 +186,8 @@ class CountedCall:
         """Raise ``GraphError`` for what no graph could repeat."""
         found = self.findings
         check_tied(self._real.undo.tied)
+        if found.continued:
+            check_continued(found.continued[0])
         check_taken(found.taken)
         if found.draws:
             check_python_random()

@@ -27,6 +27,7 @@ class Findings:
         stepped: Leaves of optimizers that it can reach.
         reachable: Tensors that it can reach.
         unseen: Tensors that it writes, and no operator says so.
+        continued: Positions of tensors of the call whose history it has continued by a write.
         taken: Iterators and queues that the call has taken elements from.
         hands_back: How the call hands out an argument that a replay has another one of.
         draws: Whether it draws from a generator of Python or NumPy that the program holds.
@@ -61,6 +62,7 @@ class Findings:
     stepped: Sequence[torch.Tensor] = ()
     reachable: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     unseen: list[torch.Tensor] = field(default_factory=list)
+    continued: list[int] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
     draws: bool = False
     hands_back: str = ""
@@ -90,6 +92,11 @@ class Findings:
     undo: UndoLog = field(default_factory=UndoLog)
     lasting: Lasting = field(default_factory=Lasting)
     _texts: dict[str, list[str]] = field(default_factory=dict)  # by part: its collectives in words
+
+    @property
+    def stay(self) -> bool:
+        """Return True if the call has effects that can't be undone."""
+        return bool(self.unseen or self.continued or self.taken)
 
     def report_capture(self) -> None:
         """Begin again, and answer that the function is captured: it reads values otherwise."""

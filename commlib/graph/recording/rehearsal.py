@@ -1,6 +1,6 @@
 """The runs of a function between its first call and its capture: observed, and undone."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,23 @@ from commlib.core.tensors import parts
 from commlib.core.work import Work
 from commlib.errors import CommError, GraphError
 from commlib.graph.backends.base import Backend
-from commlib.graph.calls.bindings import holds_tensor
+from commlib.graph.calls.bindings import check_gradients, holds_tensor
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.calls.leaves import leaf, parameters, plain_gradients, with_grads, without_grads
+from commlib.graph.calls.leaves import (
+    check_backwards,
+    leaf,
+    parameters,
+    plain_gradients,
+    with_grads,
+    without_grads,
+)
 from commlib.graph.calls.outputs import awaited, flat, leads_back
 from commlib.graph.operators.generators import advanced, default_generator
 from commlib.graph.operators.layout import empty_repeated
 from commlib.graph.operators.nested import unrolled
 from commlib.graph.operators.schema import memory
 from commlib.graph.operators.unsupported import check_python_random, check_tied
+from commlib.graph.python.changes import Change
 from commlib.graph.python.python_state import PythonState, random_state
 from commlib.graph.recording.capture_run import isolated
 from commlib.graph.recording.counted_call import CountedCall
@@ -83,8 +91,8 @@ class _Rehearsal:
                 for weight in self._first.weights:
                     recorder.undo.note_leaf(weight)
                 before = findings.names
-                self._watch(recorder)
-                self._note_changes(run, objects, recorder.memory)
+                changes = self._watch(recorder, run, objects)
+                self._note_changes(run, objects, recorder.memory, changes)
                 if as_before:
                     check_same("two runs of the function differ", before, findings.names)
             except CommError as error:
@@ -135,8 +143,8 @@ class _Rehearsal:
 
     # -- one run -----------------------------------------------------------------------------------
 
-    def _watch(self, recorder: Recorder) -> None:
-        """Run the function and its backward."""
+    def _watch(self, recorder: Recorder, run: WarmUpRun, objects: PythonState) -> list[Change]:
+        """Run the function and its backward; returns what it changes of ``objects``."""
         findings, call, grad = self._findings, self._call, torch.is_grad_enabled()
         inputs = with_grads([leaf(x) if grad else x for x in call.tensors], call.tensors)
         args, kwargs = call.rebuilt(inputs)
@@ -157,7 +165,7 @@ class _Rehearsal:
                 list(map(str, recorder.collectives)),
             )
             if any(x.requires_grad for x in inputs):
-                _check_backwards(inputs, call.tensors, self._first.histories)
+                check_backwards(inputs, call.tensors, self._first.histories)
             leaves = flat(awaited(result))[0]
             self._go_back(leaves, inputs, recorder)
         without_grads(inputs, call.tensors)
@@ -166,6 +174,11 @@ class _Rehearsal:
         self._note_grads((*call.tensors, *inputs), recorder)
         findings.check_state(recorder)
         self._note_memory(leaves, recorder)
+        changes = list(objects.changes())
+        own = [x for x in changes if (x.where, x.name) not in run.changed]
+        if own or any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+            check_gradients(leaves, own, inputs, recorder)
+        return changes
 
     def _go_back(
         self, leaves: Sequence[Any], inputs: Sequence[torch.Tensor], recorder: Recorder
@@ -246,10 +259,15 @@ class _Rehearsal:
         findings.made.update(touched.made)
         findings.outside = touched.reads
 
-    def _note_changes(self, run: WarmUpRun, objects: PythonState, touched: TouchedMemory) -> None:
+    def _note_changes(
+        self,
+        run: WarmUpRun,
+        objects: PythonState,
+        touched: TouchedMemory,
+        every: Sequence[Change],
+    ) -> None:
         """Raise for Python state that each run changes; tensors are bound at each replay."""
         findings = self._findings
-        every = list(objects.changes())
         others = [x for x in every if (x.where, x.name) not in run.changed]
         changes = [x for x in others if not touched.is_written(x.memory)]
         findings.by_parts |= run.changed.keys()
@@ -279,20 +297,3 @@ class _Rehearsal:
         findings.binds = any(holds_tensor(change.now) for change in changes)
         rebinds = not all(change.is_plain for change in changes)
         findings.roots = self._first.roots if rebinds else ()
-
-
-def _check_backwards(
-    inputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], histories: Set[int]
-) -> None:
-    """Raise ``GraphError`` for a backward inside the function that leads to an argument.
-
-    ``histories``: positions of arguments through whose history one went in the first call.
-    """
-    for i, (new, tensor) in enumerate(zip(inputs, tensors, strict=True)):
-        before = tensor.grad if tensor.is_leaf else None
-        if i in histories or (new is not tensor and new.grad is not before):
-            raise GraphError(
-                f"a backward inside the function leads to argument tensor {i}, or to what it was "
-                f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
-                f"return its gradient"
-            )

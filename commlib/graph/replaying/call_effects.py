@@ -27,21 +27,20 @@ class CallEffects:
             inputs: Where it reads its arguments.
             recipe: How it was recorded.
             grads: The gradients that it gives to leaves.
-            bindings: The names that it binds.
+            bindings: The names that each call binds.
         """
         self._inputs, self._rooms, self._copy = inputs, recipe.rooms, recipe.copy
-        self._grads, self._bindings = grads, bindings
+        self._grads = grads
         self._leaves = [leaf for leaf, _ in grads]
         self.gives = bool(inputs.touched.written or grads or bindings.names)
         self._known: dict[Any, Effects] = {}  # of a backward or a call, and of how many graphs
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write to arguments, gradients and names what a replay has computed for them."""
+        """Write to arguments and gradients what a replay has computed for them."""
         self._inputs.give_back(tensors)
         for owner, grad in self._grads:
             if owner.grad is not grad or self._copy:
                 owner.grad = grad.clone() if self._copy and grad is not None else grad
-        self._bindings.bind(tensors)
 
     def of(self, call: Arguments | None, graphs: Sequence[Segments]) -> Effects:
         """Return what ``graphs`` change in a call; a backward has no ``call``."""

@@ -171,8 +171,7 @@ class CapturedCall:
     def _replay_parts(self, call: Arguments, done: Done) -> None:
         """Replay graphs and eager parts; these find the gradients that the graphs have."""
         before = self._bindings.now()
-        leaves = self._recipe.findings.leaves
-        with kept_grads(leaves), reading(call, self.inputs.of(call)):
+        with kept_grads(self._recipe.findings.leaves), reading(call, self.inputs.of(call)):
             self.segments.replay(done)
         self._bindings.check(before)
 
@@ -180,7 +179,10 @@ class CapturedCall:
         """Give the program what a replay has computed; return outputs borrowed at ``where``."""
         if self.effects.gives:
             self.effects.give(tensors)
-        return self.outputs.give(tensors, where, gradients.join(tensors))
+        result = self.outputs.give(tensors, where, gradients.join(tensors))
+        if self._bindings.names:
+            self._bindings.bind(tensors, result)
+        return result
 
     def _place(self, call: Arguments, pointers: Sequence[int]) -> list[int]:
         """Copy moved arguments to the graph's memory; return positions without such memory.

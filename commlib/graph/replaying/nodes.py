@@ -5,31 +5,16 @@ from typing import Any
 
 import torch
 
+from commlib.graph.calls.leaves import nodes_of
+
 
 def used_up(came: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
     """Return True if no backward through ``others`` can follow one through ``came``.
 
     A backward frees what its nodes have saved, so a later one through such a node is an error.
     """
-    gone = {node for node in _nodes(came) if _saves(node)}
-    return all(not gone.isdisjoint(_nodes([other])) for other in others)
-
-
-def _nodes(outs: Iterable[torch.Tensor]) -> set[Any]:
-    """Return the nodes that a backward from ``outs`` goes through."""
-    found: set[Any] = set()
-    left = [out.grad_fn for out in outs]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            left += [before for before, _ in node.next_functions]
-    return found
-
-
-def leaves_of(outs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves that gradients of ``outs`` flow to."""
-    return [node.variable for node in _nodes(outs) if type(node).__name__ == "AccumulateGrad"]
+    gone = {node for node in nodes_of(came) if _saves(node)}
+    return all(not gone.isdisjoint(nodes_of([other])) for other in others)
 
 
 # Whether a backward goes on to a node, and whether it keeps the graph for another one; where torch

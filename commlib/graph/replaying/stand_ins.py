@@ -12,10 +12,17 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from commlib.graph.calls.cache_key import Arguments
-from commlib.graph.calls.leaves import Tensors, gradients, leaf, with_grads, without_grads
+from commlib.graph.calls.leaves import (
+    Tensors,
+    gradients,
+    leaf,
+    leaves_of,
+    with_grads,
+    without_grads,
+)
 from commlib.graph.calls.output_kinds import Argument
 from commlib.graph.calls.outputs import alias_of, flat, leads_back
-from commlib.graph.replaying.nodes import all_run, leaves_of, retains
+from commlib.graph.replaying.nodes import all_run, retains
 
 
 class StandIns:
