@@ -283,8 +283,9 @@ def test_a_group_whose_ranks_do_not_meet(ring: Any) -> None:
         if ring.rank == 0:
             store = dist.PrefixStore("turned", distributed_c10d._get_default_store())
             world, second = environment.joined(0, 2), timedelta(seconds=1)
-            with raises(CommTimeout, "group 'turned'", "waiting for ranks [1]"):
-                group_rings.make_rings("turned", (1, 0), world, store, second)
+            remedy = group_rings.group_remedy()
+            with raises(CommTimeout, "group 'turned'", "waiting for ranks [1]", "dist.new_group("):
+                group_rings.make_rings("turned", (1, 0), world, store, second, remedy)
         dist.barrier()
 
 

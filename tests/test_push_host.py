@@ -24,7 +24,7 @@ from commlib.p2p.experts.channel import ExpertChannel
 from commlib.p2p.experts.layout import Layout
 from commlib.p2p.kernel_table import Row
 from commlib.p2p.residency import Claim
-from commlib.rendezvous.identity import RingIdentity
+from commlib.rendezvous.identity import RingIdentity, program_remedy
 
 A, B, C, S = 1, 2, 3, 4  # handles of streams
 
@@ -436,7 +436,7 @@ class Unresettable:
 
 
 def test_a_reset_that_fails_leaves_no_ring_that_looks_whole() -> None:
-    identity = RingIdentity(7, 0, (0,), torch.device("cpu"), 1.0, "gloo")
+    identity = RingIdentity(7, 0, (0,), torch.device("cpu"), 1.0, "gloo", program_remedy(7, (0,)))
     manager = CommContextManager.instance()
     ring = CommContext(manager, identity, GlooEngine, None)
     channels: Any = [Unresettable()]

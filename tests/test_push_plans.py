@@ -32,7 +32,7 @@ from commlib.p2p.residency import Claim
 from commlib.p2p.routes import SEGMENT, Routes, routes
 from commlib.p2p.split_all_reduce import SplitAllReduce
 from commlib.p2p.stream_order import StreamOrder
-from commlib.rendezvous.identity import RingIdentity
+from commlib.rendezvous.identity import RingIdentity, program_remedy
 from commlib.rendezvous.store import BoundedStore
 
 RANKS = (10, 11, 12, 13)  # global ranks of the positions 0 to 3
@@ -45,7 +45,8 @@ class Hosts:
     compares = False
 
     def __init__(self) -> None:
-        self.identity = RingIdentity(7, 0, RANKS, torch.device("cpu"), 30.0, "nccl")
+        cpu, remedy = torch.device("cpu"), program_remedy(7, RANKS)
+        self.identity = RingIdentity(7, 0, RANKS, cpu, 30.0, "nccl", remedy)
         self._store = BoundedStore.of(HashStore())
 
     def store(self, name: str) -> BoundedStore:

@@ -14,7 +14,7 @@ RING, MEMBERS = 20, (0, 1)
 
 
 def meet(call: RollCall, deadline: Deadline) -> Meeting:
-    return call.meet(RING, MEMBERS, deadline, "gloo")
+    return call.meet(RING, MEMBERS, deadline, "gloo", "the call")
 
 
 def test_a_ring_is_built_only_when_every_member_is_ready() -> None:

@@ -59,7 +59,7 @@ def _member(store: Store, me: int, again: list[int]) -> None:
     call, deadline = RollCall(store, me), Deadline(60)
 
     def meet(ring_id: int, members: tuple[int, ...]) -> str:
-        return call.meet(ring_id, members, deadline, "gloo").prefix
+        return call.meet(ring_id, members, deadline, "gloo", "the call").prefix
 
     with raises(RingOrderError, "ring 20", "ring 21", "ring 22"):
         meet(*CYCLE[me])

@@ -23,7 +23,7 @@ from commlib.errors import CommError, CommTimeout, RingError
 from commlib.log import log
 from commlib.rendezvous import environment
 from commlib.rendezvous.environment import World
-from commlib.rendezvous.identity import RingIdentity
+from commlib.rendezvous.identity import Remedy, RingIdentity, program_remedy
 from commlib.rendezvous.roll_call import Meeting, RollCall
 from commlib.rendezvous.store import BoundedStore
 
@@ -137,10 +137,11 @@ class Creation:
         device: torch.device,
         deadline: Deadline,
         name: str = "",
-        again: str = "",
+        remedy: Remedy | None = None,
     ) -> None:
         self.source = source
-        self.name, self.ring_id, self.again = name, ring_id, again
+        self.name, self.ring_id = name, ring_id
+        self.remedy = remedy or program_remedy(ring_id, members)
         self.members, self.world, self.store = members, world, store
         self.device, self.deadline = device, deadline
         self.thread = threading.get_ident()
@@ -183,15 +184,15 @@ class Creation:
             self.device,
             self.deadline.seconds,
             engine.name,
+            self.remedy,
             self.name,
-            self.again,
         )
         if len(self.members) == 1:
             return CommContext(self.source, identity, engine, None)
         kind = f"{engine.name} ({self.device.type}), {flags.CHECK}={level()}"
         kept = self.store is None
         with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
-            meeting = call.meet(self.ring_id, self.members, self.deadline, kind, self.again)
+            meeting = call.meet(self.ring_id, self.members, self.deadline, kind, self.remedy.create)
             build = partial(CommContext, self.source, identity, engine, meeting)
             return self._set_up(build, meeting)
 
@@ -236,10 +237,9 @@ class Creation:
 
     def given_up(self) -> RingError:
         """Return the error of a creation that a close or a shutdown has overtaken."""
-        again = self.again or "commlib.init() or commlib.new_ring(...) again on every member"
         return RingError(
             f"{self.where} was given up: {self.deadline.cancelled} was called meanwhile; call "
-            f"{again}"
+            f"{self.remedy.create}"
         )
 
     def end(self, ring: CommContext | None, error: BaseException | None = None) -> None:

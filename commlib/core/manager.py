@@ -29,6 +29,7 @@ from commlib.keepalive import keep_forever
 from commlib.log import log
 from commlib.rendezvous import environment
 from commlib.rendezvous.environment import World
+from commlib.rendezvous.identity import Remedy
 from commlib.rendezvous.roll_call import RollCall
 from commlib.worker_threads import workers
 
@@ -74,7 +75,7 @@ class CommContextManager:
         timeout: Seconds | None = None,
         name: str = "",
         world: World | None = None,
-        again: str = "",
+        remedy: Remedy | None = None,
     ) -> CommContext:
         """Return a new ring, or the one that exists; called by its members alone.
 
@@ -92,7 +93,7 @@ class CommContextManager:
             name: The program's own name of the ring, for ``commlib.comm(name)`` and messages.
             world: This process's place among the ranks. Default: that of its rings, or without
                 rings the launcher's.
-            again: The call that makes this ring, for error texts. Default: ``new_ring``.
+            remedy: For error texts. Default: the calls of ``init`` or ``new_ring``.
 
         Raises:
             ArgumentError: An argument can't be read.
@@ -117,7 +118,7 @@ class CommContextManager:
                 if shared is None:
                     chosen = self._place(world, device)
                     creation = Creation(
-                        self, ring_id, members, world, store, chosen, deadline, name, again
+                        self, ring_id, members, world, store, chosen, deadline, name, remedy
                     )
                     flags.freeze()
                     self._creating[ring_id] = creation

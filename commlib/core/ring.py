@@ -15,6 +15,7 @@ from commlib.engines.base import Engine
 from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.environment import World
 from commlib.rendezvous.hosts import HostExchange
+from commlib.rendezvous.identity import Remedy
 from commlib.streams import Fences
 
 
@@ -43,7 +44,7 @@ class RingSource(Protocol):
         device: torch.device | None,
         timeout: float | None,
         name: str,
-        again: str,
+        remedy: Remedy,
     ) -> Any:
         """Return a new ring."""
 

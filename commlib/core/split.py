@@ -8,6 +8,7 @@ from commlib.core.ring import Ring
 from commlib.core.rings.ids import numbers, ring_id
 from commlib.deadlines import Deadline
 from commlib.errors import ArgumentError
+from commlib.rendezvous.identity import Remedy
 
 _NONE = -1  # sent for a color of None
 
@@ -70,14 +71,19 @@ class Split(Ring):
             name: Its name.
         """
         firsts = [min(position for _, position in group) for group in groups]
-        ring, again = None, f"commlib.comm({self.ring_id}).split(...) on all of its members"
+        ring, create = None, f"commlib.comm({self.ring_id}).split(...) on all of its members"
         ids = self._free_ids(firsts, drawn) if groups else []
         for new_id, group in zip(ids, groups, strict=True):
             positions = [position for _, position in sorted(group)]
             members = tuple(self.ranks[position] for position in positions)
             if self.rank in positions:
                 ring = self._source.create(
-                    new_id, members, device=self.device, timeout=seconds, name=name, again=again
+                    new_id,
+                    members,
+                    device=self.device,
+                    timeout=seconds,
+                    name=name,
+                    remedy=Remedy(f"commlib.close_ring({new_id})", create),
                 )
             else:
                 self._source._table.elsewhere[new_id] = members

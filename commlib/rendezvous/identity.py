@@ -1,6 +1,6 @@
 """The identity of one rank in one ring, and the health that the parts of a ring share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +8,33 @@ import torch
 
 from commlib.deadlines import Deadline, bounded
 from commlib.errors import CommError, RingError
+
+
+@dataclass
+class Remedy:
+    """The calls that repair a failed ring, for error texts; the maker of the ring gives them.
+
+    Attributes:
+        end: The call that ends the ring.
+        create: The call that makes it again, and on which ranks.
+        after: What else holds the ring and must be made again; may be empty.
+    """
+
+    end: str
+    create: str
+    after: str = ""
+
+    def __str__(self) -> str:
+        after = f"; {self.after}" if self.after else ""
+        return f"call {self.end}, then {self.create}{after}"
+
+
+def program_remedy(ring_id: int, ranks: Sequence[int]) -> Remedy:
+    """Return the remedy of a ring that the program made by ``init`` or ``new_ring``."""
+    if ring_id == 0:
+        return Remedy("commlib.shutdown()", "commlib.init(), on every rank")
+    create = f"commlib.new_ring({ring_id}, {list(ranks)}), on every member"
+    return Remedy(f"commlib.close_ring({ring_id})", create)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +48,8 @@ class RingIdentity:
         device: Where this rank's tensors are.
         timeout: Seconds of every wait.
         engine: Name of the engine: nccl, gloo or c10d.
+        remedy: How the program repairs the ring, for error texts.
         name: The program's own name of the ring, for messages; may be empty.
-        again: The call that makes this ring, for error texts. Default: ``new_ring``.
     """
 
     ring_id: int
@@ -31,8 +58,8 @@ class RingIdentity:
     device: torch.device
     timeout: float
     engine: str
+    remedy: Remedy
     name: str = ""
-    again: str = ""
     size: int = field(init=False)
     device_number: int = field(init=False)  # as Tensor.get_device() returns it
 
@@ -51,10 +78,7 @@ class RingIdentity:
     @property
     def recreate(self) -> str:
         """Return the end of an error text: how the program creates this ring again."""
-        if self.ring_id == 0:
-            return "call commlib.shutdown(), then commlib.init(), on every rank"
-        create = f"commlib.new_ring({self.ring_id}, {list(self.ranks)}), on every member"
-        return f"call commlib.close_ring({self.ring_id}), then {self.again or create}"
+        return str(self.remedy)
 
     def bounded(self, step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
         """Run a step that may block, at most until ``deadline``, on this rank's device.

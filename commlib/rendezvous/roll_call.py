@@ -90,7 +90,7 @@ class RollCall:
         ranks: tuple[int, ...],
         deadline: Deadline,
         engine: str,
-        again: str = "",
+        again: str,
     ) -> "Meeting":
         """Wait until every member of the ring has registered.
 
@@ -99,7 +99,7 @@ class RollCall:
             ranks: Its members.
             deadline: Of the wait.
             engine: What every member must have alike.
-            again: The call that makes the ring, for error texts. Default: ``new_ring``.
+            again: The call that makes the ring, and on which ranks, for error texts.
 
         Raises:
             CommTimeout: Members are missing at the deadline; the error names them.
@@ -244,7 +244,7 @@ class RollCall:
             if call.ring_id in history and long(history[call.ring_id]) != members:
                 others[rank] = long(history[call.ring_id])
         late = {"by": self.me, "missing": missing, "seconds": call.deadline.seconds}
-        return {**late, "ring": call.ring_id, "members": members, "others": others}
+        return {**late, "ring": call.ring_id, "others": others}
 
     def _end_generations(self, generation: Generation, verdict: str, deadline: Deadline) -> None:
         """End this generation and all generations of a broken cycle before this rank continues.

@@ -18,7 +18,7 @@ def verdict_error(verdict: str, prefix: str, again: str = "") -> CommError:
     Args:
         verdict: The verdict.
         prefix: The start of the error text.
-        again: The call that makes the ring. Default: ``new_ring``.
+        again: The call that makes the ring, and on which ranks. Not read once all have joined.
     """
     if verdict.startswith(FAILED):
         return EngineError(f"{prefix}: {verdict[len(FAILED) :]}")
@@ -61,13 +61,9 @@ def _remedy(late: dict[str, Any], again: str) -> str:
     """Return the remedy for missing ranks."""
     if "ring" not in late:  # they joined, and are still connecting
         return "check their logs"
-    ring_id, members = late["ring"], late["members"]
     if not late["missing"]:
         return "all have joined, but the last of them did not start the ring: check the logs"
     if late["others"]:
         given = "; ".join(f"rank {rank} gave {other}" for rank, other in late["others"].items())
-        return f"{given} for ring {ring_id}: pass the same list on every rank"
-    if again:
-        return f"see the errors of the missing ones, then call {again}"
-    call = f"new_ring({ring_id}, {members})" if ring_id else "init()"
-    return f"start them and call commlib.{call} on each"
+        return f"{given} for ring {late['ring']}: pass the same list on every rank"
+    return f"start them or see their errors, then call {again}"

@@ -51,9 +51,10 @@ def _create(setup: Any, pg_options: Any = None) -> Any:
         world = environment.joined(setup.group_rank, setup.group_size)
     ranks = tuple(setup.global_ranks_in_group) or tuple(range(setup.group_size))
     bound = _bound_device(setup)
-    arguments = (setup.group_id, ranks, world, setup.store, setup.timeout)
-    rings = group_rings.make_rings(*arguments, bound=bound)
     first = not dist.is_initialized()
+    remedy = group_rings.group_remedy(first=first)
+    arguments = (setup.group_id, ranks, world, setup.store, setup.timeout, remedy)
+    rings = group_rings.make_rings(*arguments, bound=bound)
     orders = group_rings.make_orders(rings, setup.group_id, setup.timeout, first=first)
     if takes_subclasses():
         return Backend(rings, setup.timeout, world, setup.group_id, orders)

@@ -61,7 +61,8 @@ class Backend(GroupCalls, c10d.Backend):
         if self._world.rank not in members:
             return None
         wait = self._timeout if opts is None else opts._timeout
-        rings = group_rings.make_rings(key, members, self._world, store, wait)
+        remedy = group_rings.group_remedy()
+        rings = group_rings.make_rings(key, members, self._world, store, wait, remedy)
         orders = group_rings.make_orders(rings, key, wait)
         name = getattr(opts, "group_name", "") or key
         return Backend(rings, wait, self._world, name, orders, key)

@@ -15,6 +15,7 @@ from commlib.core.context import CommContext
 from commlib.core.manager import CommContextManager
 from commlib.errors import ArgumentError, DeviceError
 from commlib.rendezvous import environment
+from commlib.rendezvous.identity import Remedy
 
 
 def ring_from_group(group: Any = None, *, device: torch.device | str | None = None) -> CommContext:
@@ -74,7 +75,8 @@ def _rings_over(group: dist.ProcessGroup) -> dict[str, CommContext]:
     ranks = tuple(dist.get_process_group_ranks(group))
     store = dist.PrefixStore("commlib", distributed_c10d._world.pg_map[group][1])
     timeout = dist.constants.default_pg_timeout
-    return group_rings.make_rings(group.group_name, ranks, world, store, timeout)
+    remedy = Remedy("commlib.close_ring(ring)", "commlib.ring_from_group(group), on every member")
+    return group_rings.make_rings(group.group_name, ranks, world, store, timeout, remedy)
 
 
 def process_group_of(ring: CommContext) -> dist.ProcessGroup:

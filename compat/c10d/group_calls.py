@@ -53,6 +53,8 @@ class GroupCalls(UnsupportedCalls, Collectives):
         self._orders = orders or {}
         self._main_order = self._orders.get(self._main.device.type)
         self._held = rings, self._orders  # until the group ends
+        for ring in rings.values():
+            group_rings.add_to_remedy(ring)
         self.set_timeout(timeout)
         self._batches: dict[int, Batch] = {}  # open coalescing, by thread
 

@@ -14,13 +14,30 @@ from commlib.core.context import CommContext
 from commlib.core.devices import checked_device, default_device
 from commlib.core.manager import CommContextManager
 from commlib.errors import CommError, DeviceError, RingError
+from commlib.rendezvous.identity import Remedy
 from commlib.rendezvous.world import World
 
 # Ids of rings that groups make begin here; a program that numbers its own rings stays below.
 _FIRST_ID = 1 << 20
 
+_GROUPS_AGAIN = "then destroy the process groups that use the ring, and make them again"
+
 # Groups per ring that a group has made. A ring that a program makes under the same id is another.
 _users: WeakKeyDictionary[CommContext, int] = WeakKeyDictionary()
+
+
+def group_remedy(*, first: bool = False) -> Remedy:
+    """Return how a program makes a group again, with its rings.
+
+    Args:
+        first: True for the group of ``init_process_group``.
+    """
+    if first:
+        return Remedy("dist.destroy_process_group()", "dist.init_process_group(...), on every rank")
+    return Remedy(
+        "dist.destroy_process_group(group) on its members",
+        "dist.new_group(ranks) (or split_group, init_device_mesh) on the same ranks as before",
+    )
 
 
 def make_rings(
@@ -29,6 +46,7 @@ def make_rings(
     world: World,
     store: dist.Store,
     timeout: timedelta,
+    remedy: Remedy,
     *,
     bound: torch.device | None = None,
 ) -> dict[str, CommContext]:
@@ -43,6 +61,7 @@ def make_rings(
         world: This process's place among all ranks.
         store: A store of this group alone.
         timeout: Of the wait for missing ranks, and of later waits on a CPU.
+        remedy: How the program makes the group again, for the error texts of new rings.
         bound: The device that the program names. Default: its current GPU if it has chosen one,
             else the one of the local rank.
 
@@ -64,7 +83,7 @@ def make_rings(
             if ring is None:
                 ring_id = _ring_id(name, place, place == main and len(ranks) == world.size)
                 own = dist.PrefixStore(f"commlib/{place.type}", store)
-                ring = _create(ring_id, name, ranks, own, place, timeout, world)
+                ring = _create(ring_id, name, ranks, own, place, timeout, world, remedy)
                 _users[ring] = 0
             rings[place.type] = ring
             hold(ring)
@@ -123,12 +142,19 @@ def _create(
     device: torch.device,
     timeout: timedelta,
     world: World,
+    remedy: Remedy,
 ) -> CommContext:
     """Create the ring of a group; the errors name the group too, which the program knows."""
     given = None if _is_default(timeout) else timeout
     try:
         return CommContextManager.instance().create(
-            ring_id, ranks, store=store, device=device, timeout=given, world=world
+            ring_id,
+            ranks,
+            store=store,
+            device=device,
+            timeout=given,
+            world=world,
+            remedy=remedy,
         )
     except CommError as error:
         raise type(error)(f"process group {name!r}: {error}") from error
@@ -147,6 +173,15 @@ def hold(ring: CommContext) -> None:
     """Count one more group of a ring if a group has made it; rings of the program stay anyhow."""
     if ring in _users:
         _users[ring] += 1
+
+
+def add_to_remedy(ring: CommContext) -> None:
+    """Let the errors of a ring of the program say that its groups must be made again too.
+
+    A group keeps the object: when the program makes the ring again, that is another object.
+    """
+    if ring not in _users:
+        ring._identity.remedy.after = _GROUPS_AGAIN
 
 
 def release(rings: dict[str, CommContext], orders: Mapping[str, CallOrder] | None = None) -> None:

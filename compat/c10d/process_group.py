@@ -137,7 +137,8 @@ class ProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # over
             return None
         store = dist.PrefixStore(f"{key}/", self.get_group_store())
         wait = timeout or self._timeout
-        rings = group_rings.make_rings(key, members, self._world, store, wait)
+        remedy = group_rings.group_remedy()
+        rings = group_rings.make_rings(key, members, self._world, store, wait, remedy)
         orders = group_rings.make_orders(rings, key, wait)
         group = ProcessGroup(rings, wait, store, self._world, orders, key)
         group.setGroupName(group_name or key)

@@ -88,7 +88,7 @@ class ManyRanks:
         where = Connection(_Opening(self.server.port, self.counts), "the simulation")
         try:
             call = RollCall(BoundedStore(where, "run/"), rank)
-            call.meet(number, ranks, deadline, "gloo").finish(None, deadline)
+            call.meet(number, ranks, deadline, "gloo", "the call").finish(None, deadline)
             self.outcomes[rank] = "met"
         except Exception as error:
             self.outcomes[rank] = type(error).__name__
