@@ -269,7 +269,7 @@ class CapturedFunction(Generic[P, R]):
         ``wanted``: which of its tensors required grad before the call.
         """
         if self.options.on_fail == "raise":
-            if first.counted.counted or first.findings.stay:
+            if first.counted.counted or first.findings.irreversible:
                 raise GraphError(
                     f"{error}; the effects of the call were kept: do not repeat it", done=True
                 ) from error

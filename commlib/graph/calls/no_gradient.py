@@ -10,16 +10,14 @@ from commlib.errors import GraphError
 _NOWHERE = torch.empty(0, device="cpu", requires_grad=True)
 
 
-def no_gradient(
-    tensor: torch.Tensor, name: str, sources: Sequence[torch.Tensor] = ()
-) -> torch.Tensor:
+def no_gradient(tensor: torch.Tensor, name: str, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the tensor as a result of a node that raises ``GraphError`` in a backward.
 
     Args:
         tensor: It does not require grad.
         name: What the function has bound to it.
-        sources: What gradients would flow to. A backward calls only nodes on the way to what it
-            derives by.
+        sources: What gradients would flow to, if that is known. A backward calls only nodes on the
+            way to what it derives by.
     """
     with torch.enable_grad():
         found: torch.Tensor = _NoGradient.apply([tensor], name, *(sources or [_NOWHERE]))  # type: ignore[no-untyped-call]
@@ -29,7 +27,7 @@ def no_gradient(
 class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensors: list[torch.Tensor], name: str, *_: torch.Tensor) -> torch.Tensor:
-        """Return the only one of ``tensors``, which the program may write to."""
+        """Return the only one of ``tensors``: an argument itself would be returned as a view."""
         ctx.name = name
         return tensors[0]
 

@@ -94,7 +94,7 @@ class Findings:
     _texts: dict[str, list[str]] = field(default_factory=dict)  # by part: its collectives in words
 
     @property
-    def stay(self) -> bool:
+    def irreversible(self) -> bool:
         """Return True if the call has effects that can't be undone."""
         return bool(self.unseen or self.continued or self.taken)
 
