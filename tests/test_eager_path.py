@@ -53,7 +53,8 @@ def short(comm: Any) -> None:
     for name, call in calls.items():
         for _ in range(3):
             call()
-        found = functions_of(call)
+        # Of two traces the shorter one: one call in 1000 closes a window of the call log.
+        found = min((functions_of(call) for _ in range(2)), key=len)
         listed = "\n".join(f"{file}: {function}" for file, function in found)
         assert_equal(len(found) <= most, True, f"{name}, {len(found)} functions:\n{listed}")
         assert_equal(len({file for file, _ in found}) <= files, True, f"{name}, files:\n{listed}")
