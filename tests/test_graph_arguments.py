@@ -1,5 +1,6 @@
 """Arguments of captured functions: memory that they share, and parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,57 @@ def test_a_written_overlap_that_is_where_it_was(comm: Any) -> None:
     with raises(GraphError, "overlap", "writes one"):
         written(more[:4], more[2:])
     assert_bits_equal(more, torch.zeros(6), "nothing has changed")
+
+
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugate": lambda z: z.conj(),
+    "transposed": lambda z: z.mH,
+    "with gaps": lambda z: z[:, ::2].conj(),
+    "negative": lambda z: z.conj().imag,
+    "both": lambda z: torch._neg_view(z.conj()),
+    "repeated": lambda z: z[:, :1].conj().expand(4, 3),
+}
+
+
+def doubled(z: torch.Tensor) -> torch.Tensor:
+    return z * 2 + 1
+
+
+def written(z: torch.Tensor) -> torch.Tensor:
+    return z.mul_(2) + 1
+
+
+@runs_on("unified_ranks")
+def test_conjugate_and_negative_views(comm: Any) -> None:
+    """A graph's own copy of such an argument is such a view too, with the same operators."""
+    for name, view in LAZY.items():
+        for fn in (doubled, written)[: 1 if name == "repeated" else 2]:
+            captured, kept = graph.capture(fn, outputs="copy"), []
+            for turn in range(4):
+                ours = torch.full((4, 4), 1 + 2j, device=comm.device) + turn
+                ours[0, 1] = comm.rank
+                theirs = ours.clone()
+                kept.append(ours)  # each call has another address
+                assert_bits_equal(captured(view(ours)), fn(view(theirs)), f"{name}, {turn}")
+                assert_bits_equal(ours, theirs, f"{name}, argument {turn}")
+            (row,) = graph.report(captured)
+            assert_equal((row["replays"], row["eager"]), (3, None), name)
+
+
+@runs_on("unified_ranks")
+def test_gradients_of_a_conjugate_argument(comm: Any) -> None:
+    def square(z: torch.Tensor) -> torch.Tensor:
+        return z * z
+
+    captured, kept = graph.capture(square), []
+    for turn in range(4):
+        ours = torch.full((3,), turn + 2j, device=comm.device, requires_grad=True)
+        theirs = ours.detach().clone().requires_grad_()
+        kept.append(ours)
+        for x, fn in ((ours, captured), (theirs, square)):
+            fn(x.conj()).abs().sum().backward()
+        assert ours.grad is not None and theirs.grad is not None
+        assert_bits_equal(ours.grad, theirs.grad, f"turn {turn}")
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,27 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same size and strides, as a leaf with the same ``requires_grad``."""
+    """Return a copy of the same size and strides, as a leaf with the same ``requires_grad``.
+
+    The copy of a conjugate or negative view is one too.
+    """
     copy = tensor.detach()
-    if is_packed(copy):
+    if copy.is_conj() or copy.is_neg():
+        memory = copy_of(in_memory(copy))
+        memory = memory.conj() if copy.is_conj() else memory
+        copy = (torch._neg_view(memory) if copy.is_neg() else memory).detach()
+    elif is_packed(copy):
         copy = copy.clone()
     else:
         copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
         copy = copy.detach()  # no view to autograd: the node of a captured call may return it
     return copy.requires_grad_(tensor.requires_grad)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is in the memory of a tensor: of a conjugate view, what it conjugates."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:

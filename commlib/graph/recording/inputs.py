@@ -8,7 +8,7 @@ import torch
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments, of_tensor
 from commlib.graph.calls.leaves import Tensors
-from commlib.graph.operators.layout import copy_of, elements, is_packed
+from commlib.graph.operators.layout import copy_of, elements, in_memory, is_packed
 from commlib.graph.operators.overlap import Span, overlaps, span
 from commlib.graph.operators.unsupported import check_unreadable
 from commlib.graph.recording.segments import Segments
@@ -59,7 +59,8 @@ class Inputs:
         self.pointers: list[int] = []
         self.touched = Touched()
         self._targets: dict[int, torch.Tensor] = {}  # the copies, to be written to
-        self._strided: set[int] = set()  # those of them that have gaps, or elements twice
+        # Those of them that have gaps, or elements twice, or that are conjugate or negative views.
+        self._odd: set[int] = set()
         self._read: list[torch.Tensor] = []  # kept alive
 
     def make_room(self, call: Arguments, positions: Iterable[int]) -> None:
@@ -69,8 +70,8 @@ class Inputs:
             tensor = call.tensors[i]
             layout = tensor.data_ptr(), *of_tensor(tensor)
             self.copies[i] = shared.setdefault(layout, copy_of(tensor))
-            if not is_packed(tensor):
-                self._strided.add(i)
+            if not is_packed(tensor) or tensor.is_conj() or tensor.is_neg():
+                self._odd.add(i)
             # What a replay puts there is not a change of what a backward has saved of the last.
             self._targets[i] = self._elements(i, self.copies[i].data)
 
@@ -100,7 +101,7 @@ class Inputs:
                     tensors[i].copy_(self.copies[i])
 
     def _elements(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        return elements(tensor) if i in self._strided else tensor
+        return elements(in_memory(tensor)) if i in self._odd else tensor
 
     def check(self, tensors: Tensors, pointers: Sequence[int]) -> None:
         """Raise ``GraphError`` for arguments that the graphs can't take, before anything runs."""
