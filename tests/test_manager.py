@@ -70,8 +70,8 @@ def test_bad_members(comm: Any) -> None:
     for name in ("x", -1, 1.5, [0]):
         with raises(RingError, f"ring_id={name!r}: expected a whole number >= 0"):
             commlib.comm(name)
-    with raises(RingError, "ring 9 does not exist", "rings here: [0]"):
-        commlib.comm(9)
+    with raises(RingError, "ring 90909 does not exist", "rings here: [0]"):
+        commlib.comm(90909)  # no test makes such a ring: a closed one has another error
     with raises(RingError, f"on rank {comm.rank}", "only members"):
         manager.create(6, [1 - comm.rank])
     assert_equal(manager.rings(), [0], "nothing was created")
