@@ -74,7 +74,7 @@ def test_a_written_overlap_that_is_where_it_was(comm: Any) -> None:
     assert_bits_equal(more, torch.zeros(6), "nothing has changed")
 
 
-LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "conjugate": lambda z: z.conj(),
     "transposed": lambda z: z.mH,
     "with gaps": lambda z: z[:, ::2].conj(),
@@ -95,7 +95,7 @@ def written(z: torch.Tensor) -> torch.Tensor:
 @runs_on("unified_ranks")
 def test_conjugate_and_negative_views(comm: Any) -> None:
     """A graph's own copy of such an argument is such a view too, with the same operators."""
-    for name, view in LAZY.items():
+    for name, view in VIEWS.items():
         for fn in (doubled, written)[: 1 if name == "repeated" else 2]:
             captured, kept = graph.capture(fn, outputs="copy"), []
             for turn in range(4):

@@ -118,7 +118,7 @@ def _store_threads() -> set[threading.Thread]:
 def test_given_stores(comm: Any) -> None:
     """A store that the caller gives leaves nothing of it with the manager.
 
-    Rings that earlier tests aborted keep their stores: their peers may still have memory mapped.
+    Rings that earlier tests aborted keep theirs, with the memory that their kernels may still use.
     """
     before = _store_threads()
     port = int(os.environ["MASTER_PORT"])

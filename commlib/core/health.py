@@ -63,7 +63,7 @@ class RingHealth:
 
     def end(self, how: str) -> None:
         """Mark the ring as closed or aborted."""
-        self.fault, self.ended = f"{how}; {self._identity.recreate}", True
+        self.fault, self.ended = f"{how}; {self._identity.remedy}", True
 
     def recover(self) -> None:
         """Clear the fault at the start of ``reset()``."""
@@ -90,7 +90,7 @@ class RingHealth:
         self.repairable = False
         self.fault = self.fault or (
             f"a signal interrupted {collective}, which this rank has never finished; "
-            f"{self._identity.recreate}"
+            f"{self._identity.remedy}"
         )
 
     def late(self, collective: str, seconds: float) -> CommError:
@@ -100,7 +100,7 @@ class RingHealth:
     def begin_mismatch(self, collective: str) -> None:
         """Mark the ring as failed: calls of its members differ."""
         self.repairable = False
-        self.fault = self.fault or f"failed in {collective}; {self._identity.recreate}"
+        self.fault = self.fault or f"failed in {collective}; {self._identity.remedy}"
 
     def differs(self, collective: str, pair: tuple[int, int]) -> MismatchError:
         """Return the error of two members whose calls differ; the first one's text is kept.
@@ -122,7 +122,7 @@ class RingHealth:
                     f"{self._verdict or 'no calls are logged'}"
                 )
                 self.note(text)
-                self.mismatch = f"{text}; {me.recreate}; make the same calls on all ranks"
+                self.mismatch = f"{text}; {me.remedy}; make the same calls on all ranks"
         return MismatchError(self.mismatch)
 
     def failed(
@@ -157,11 +157,11 @@ class RingHealth:
             )
             return type(error)(text)
         kind, reason = self._reason(collective, error, args, seconds or self._identity.timeout)
-        text, recreate = f"{prefix}{reason}{logs}", self._identity.recreate
+        text, remedy = f"{prefix}{reason}{logs}", self._identity.remedy
         self.note(text)
         self.repairable = False
-        self.fault = self.fault or f"failed in {collective}; {recreate}"
-        return kind(f"{text}; {recreate}")
+        self.fault = self.fault or f"failed in {collective}; {remedy}"
+        return kind(f"{text}; {remedy}")
 
     def _reason(
         self, collective: str, error: Exception, args: tuple[Any, ...], seconds: float

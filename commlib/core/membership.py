@@ -91,7 +91,7 @@ def same_ring(
     if differs:
         raise RingError(
             f"ring {known.ring_id} exists {differs}; leave the argument away to get the ring as "
-            f"it is, or {known._identity.recreate}"
+            f"it is, or {known._identity.remedy}"
         )
     return known
 

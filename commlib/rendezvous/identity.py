@@ -75,11 +75,6 @@ class RingIdentity:
         member = f"rank {self.rank} of {self.size}, {self.engine}"
         return f"{collective} on ring {self.ring_id}{name} ({member})"
 
-    @property
-    def recreate(self) -> str:
-        """Return the end of an error text: how the program creates this ring again."""
-        return str(self.remedy)
-
     def bounded(self, step: Callable[[], Any], deadline: Deadline, what: str) -> Any:
         """Run a step that may block, at most until ``deadline``, on this rank's device.
 
