@@ -23,7 +23,7 @@ from commlib.tools.demo.command import conclude, run_demo
 from commlib.tools.demo.compare import compare
 from commlib.tools.demo.runs import MODES, PROGRAM, Launch, Mode, Report
 from commlib.tools.demo.truth import FORMULAS
-from commlib.tools.launch import LaunchError
+from commlib.tools.launch import LaunchError, environment, launch
 
 RANKS = 2
 OFF, ON, OFF_COMPILED, ON_COMPILED = MODES
@@ -197,6 +197,25 @@ def test_a_failed_run_shows_what_its_ranks_said(
     assert "flag off, eager: exit code 1" in said
     # The first rank that fails ends the others, which may not have said anything yet.
     assert "--- rank " in said and "FLAGS_comm_timeout_s='soon'" in said
+
+
+@pytest.mark.usefixtures("warm_launches")
+def test_a_rank_that_a_signal_has_ended_is_named(tmp_path: Path) -> None:
+    """It says nothing itself, and the words of the others are of what came after."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('rank 0 waits', file=sys.stderr, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+
+    with pytest.raises(LaunchError) as caught:
+        launch("two ranks", [str(script)], RANKS, environment(unified=True), tmp_path, 60)
+
+    said = str(caught.value)
+    assert "two ranks: exit code 1" in said and "--- launcher, last lines:" in said
+    assert "rank      : 1" in said and "SIGKILL" in said
 
 
 @pytest.mark.usefixtures("warm_launches")

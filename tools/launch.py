@@ -97,10 +97,13 @@ def _terminate(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _last_lines(folder: Path) -> str:
-    """Return the end of every rank's stderr, or of the launcher's log if all are empty."""
+    """Return the end of every rank's stderr, and of the launcher's log: who ended first, and how.
+
+    A rank that a signal has ended says nothing itself.
+    """
     logs = sorted(folder.glob("logs/**/stderr.log"))
-    written = [log for log in logs if log.stat().st_size] or [folder / "launcher.log"]
-    return "\n".join(_tail(log) for log in written)
+    written = [log for log in logs if log.stat().st_size]
+    return "\n".join(_tail(log) for log in (*written, folder / "launcher.log"))
 
 
 def _tail(log: Path) -> str:

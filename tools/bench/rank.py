@@ -22,6 +22,7 @@ def main(name: str, settings: str, file: str, deadline: str, gpu: str) -> None:
     """
     if gpu == SHARED:
         os.environ.update(one_gpu_for_all(int(os.environ["RANK"])))
+    faulthandler.enable()
     faulthandler.dump_traceback_later(float(deadline), exit=True)
     torch.set_num_threads(1)
     benchmark = importlib.import_module(f"commlib.tools.bench.{name}")
