@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 import commlib
 from commlib.errors import ArgumentError, BootstrapError, CommTimeout, DeviceError
 from commlib.rendezvous import environment, program_store
 from tests.support.ports import free_port
 from tests.support.processes import LAUNCHERS, RENDEZVOUS, start
+from tests.support.stores import loopback_store
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
 
@@ -72,18 +72,14 @@ def test_port_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()  # outside of the range that the system gives to others meanwhile
     set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(port), **LOOPBACK)
     with pytest.raises(BootstrapError, match=rf"rank 1 of 2 can't reach .*:{port} within 2 s"):
         commlib.init("gloo", timeout=2)
 
 
 def test_one_rank_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     set_all(monkeypatch, RANK="0", WORLD_SIZE="3", MASTER_PORT=str(port), **LOOPBACK)
     with pytest.raises(CommTimeout, match=r"after 5 s waiting for ranks \[1, 2\] to join"):
         commlib.init("gloo", timeout=5)
@@ -110,7 +106,7 @@ def test_unknown_host(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
 
 def test_another_run_on_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store belongs to run a; a rank of run b gets an error that names both."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = loopback_store()
     set_all(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_PORT=str(store.port), **LOOPBACK)
     missing = pytest.raises(CommTimeout, match=r"waiting for ranks \[0\] to join")
     with commlib.flags.override("FLAGS_comm_run_token", "a"), missing:

@@ -96,11 +96,14 @@ def test_every_pending_work_raises(comm: Any) -> None:
         works(ring, "nothing")
         began = time.monotonic()
         if comm.rank == 0:
-            for work in [ring.all_reduce(ones(size), **ASYNC) for size in (4, 5)]:
+            pending = [ring.all_reduce(ones(size), **ASYNC) for size in (4, 5)]
+            comm.barrier()  # if rank 1 called first, the launch would raise
+            for work in pending:
                 with raises(MismatchError, "all_reduce float32 [4]", "all_reduce float32 [7]"):
                     work.wait()
         else:
-            time.sleep(0.3)
+            comm.barrier()
+            time.sleep(0.3)  # the other one waits
             with raises(MismatchError, "detected mismatch"):
                 ring.all_reduce(ones(7))
         assert_equal(time.monotonic() - began < 20, True, "seconds")
@@ -116,6 +119,7 @@ def test_a_wait_for_a_message(comm: Any, main: bool) -> None:
         began = time.monotonic()
         if comm.rank == 0:
             work = ring.all_reduce(ones(4), **ASYNC)
+            comm.barrier()  # if rank 1 called first, the launch would raise
             with ThreadPoolExecutor() as threads:
                 receive = partial(ring.recv, ones(2), peer=1)
                 with raises(MismatchError, "detected mismatch"):
@@ -123,7 +127,8 @@ def test_a_wait_for_a_message(comm: Any, main: bool) -> None:
             with raises(MismatchError, "detected mismatch"):
                 work.wait()
         else:
-            time.sleep(0.3)
+            comm.barrier()
+            time.sleep(0.3)  # the other one waits
             with raises(MismatchError, "detected mismatch"):
                 ring.all_reduce(ones(7))
         assert_equal(time.monotonic() - began < 20, True, "seconds")

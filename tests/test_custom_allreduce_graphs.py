@@ -63,6 +63,7 @@ def test_recapture(comm: Any) -> None:
     """A thousand captures leak no memory."""
     x = torch.ones(4096, dtype=torch.bfloat16, device=comm.device)
     pool, free = torch.cuda.graph_pool_handle(), []
+    gc.collect()  # garbage of another test would give its memory back in between
     for turn in range(1000):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -113,7 +113,8 @@ def alone(comm: Any, case: Case) -> None:
             with raises(ArgumentError, text):
                 made.step()
             undo()
-        assert_equal(time.monotonic() - began < 5, True, f"no rank waits: {text}")
+        took = time.monotonic() - began
+        assert took < comm.timeout / 2, f"no rank waits: {text}, {took:.1f} s of {comm.timeout:g} s"
         assert_equal(made.skipped.item(), True, text)
     for param, weight in zip(params, weights, strict=True):
         assert_bits_equal(param, weight, "weights")

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -57,6 +58,7 @@ def waits(layers: int, device: torch.device) -> int:
     for _ in range(3):
         captured(x).sum().backward()
         module.zero_grad()
+    gc.collect()  # a Work of an earlier test waits when it is freed
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         captured(x).sum().backward()

@@ -1,5 +1,6 @@
 """The GPU memory of slots: what they share, and what the runs before a capture leave."""
 
+import gc
 from ctypes import c_int64
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,12 @@ from tests.support.runs_on import runs_on
 SIDE = 2048
 NBYTES = 4 * SIDE**2  # of a weight, and of its gradient
 WIDTH, MICROBATCHES = 1024, 8
+
+
+def release() -> None:
+    """Release what earlier tests have left: a cached block would serve what a test allocates."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @runs_on("gpu_ranks")
@@ -100,16 +107,26 @@ def outside_of_graphs(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - of_graphs
 
 
+def held_outside_of_graphs(device: torch.device) -> int:
+    """Return the bytes of all tensors but those of graphs, in new memory or not."""
+    return sum(
+        segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) == (0, 0)
+    )
+
+
 @runs_on("gpu_ranks")
 def test_what_a_first_backward_has_taken(comm: Any) -> None:
     """It runs on a side stream, where later calls only allocate gradients."""
     weight = torch.ones(SIDE, SIDE, device=comm.device, requires_grad=True)
     x = torch.ones(3, device=comm.device)
-    torch.cuda.empty_cache()
-    before = outside_of_graphs(comm.device)
+    release()
+    before, held = outside_of_graphs(comm.device), held_outside_of_graphs(comm.device)
     g = graph.capture(lambda x: saving(weight, x), outputs="copy", verify=False)
     loss = g(x).sum()
-    assert outside_of_graphs(comm.device) - before > 10 * NBYTES, "what the call has saved"
+    saved = held_outside_of_graphs(comm.device) - held
+    assert saved > 10 * NBYTES, f"the call has saved {saved / 2**20:.0f} MiB"
     loss.backward()
     grown = outside_of_graphs(comm.device) - before
     assert grown < 4 * NBYTES, f"{grown / 2**20:.0f} MiB are kept"
@@ -122,11 +139,12 @@ def test_what_verified_calls_in_flight_have_taken(comm: Any) -> None:
     x = torch.ones(3, device=comm.device)
     g = graph.capture(lambda x: saving(weight, x), outputs="copy", slots=2, verify=True)
     g(x).sum().backward()
-    torch.cuda.empty_cache()
-    before = outside_of_graphs(comm.device)
+    release()
+    before, held = outside_of_graphs(comm.device), held_outside_of_graphs(comm.device)
     for _ in range(2):
         losses = [g(x).sum() for _ in range(2)]
-        assert outside_of_graphs(comm.device) - before > 20 * NBYTES, "what both have saved"
+        saved = held_outside_of_graphs(comm.device) - held
+        assert saved > 20 * NBYTES, f"both have saved {saved / 2**20:.0f} MiB"
         for loss in losses:
             loss.backward()
         del losses, loss

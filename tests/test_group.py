@@ -146,7 +146,10 @@ def test_left_by_an_exception(comm: Any) -> None:
 
 
 def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
-    """Return what ``body`` returns in its own thread, at most after 20 s."""
+    """Return what ``body`` returns in its own thread, at most after 50 s.
+
+    The first call on a ring of GPUs connects it, which may take as long as its timeout.
+    """
     found: list[Any] = []
 
     def run() -> None:
@@ -160,7 +163,7 @@ def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(50)
     if len(found) != 1 or isinstance(found[0], Exception):
         raise AssertionError(f"the thread gave {found}, still alive: {thread.is_alive()}")
     return found[0]

@@ -104,7 +104,7 @@ def test_deadline_names_who_is_late_and_where() -> None:
 
 def test_ranks_out_of_step_fail_the_test_that_left_them_so() -> None:
     with fresh(2) as ranks:
-        assert "detected mismatch" in report_of(ranks, out_of_step, deadline=2)
+        assert "detected mismatch" in report_of(ranks, out_of_step)
 
 
 def test_a_function_that_cannot_travel_breaks_nothing(ranks: Ranks) -> None:

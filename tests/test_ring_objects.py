@@ -149,7 +149,7 @@ def test_different_calls(ring: Any) -> None:
 
 @runs_on("ranks")
 def test_late_and_different(ring: Any) -> None:
-    short = commlib.new_ring(313, ring.ranks, timeout=1)
+    short = commlib.new_ring(313, ring.ranks, timeout=4)  # also of its creation
     with commlib.flags.override("FLAGS_comm_check", 2):
         compared = commlib.new_ring(314, ring.ranks)
     assert short is not None

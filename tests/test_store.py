@@ -21,6 +21,7 @@ from commlib.rendezvous.connection import Connection
 from commlib.rendezvous.store import BoundedStore
 from commlib.rendezvous.tcp_store import TcpOpening, addresses, serve
 from tests.support.checks import assert_equal, raises, until
+from tests.support.ports import free_port
 
 _SERVER = """
 import sys, time
@@ -176,9 +177,7 @@ def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_client_waits_for_a_server_that_starts_later(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     got: list[bytes] = []
     store = opened(port)
     client = threading.Thread(target=lambda: got.append(store.get("x", Deadline(60))))
@@ -194,9 +193,7 @@ def test_a_client_waits_for_a_server_that_starts_later(capfd: pytest.CaptureFixt
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_loopback_alone_listens(host: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     store = serve(host, port, "rank 0 of 2", Deadline(30))
     assert addresses(host, port)[0][1][0] == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", port), 10):
@@ -223,9 +220,7 @@ def test_a_name_with_a_loopback_address_on_its_own_host(monkeypatch: pytest.Monk
 
 def test_a_connection_that_meets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that has the port of a server that is not there yet connects to itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     connect = socket.socket.connect
 
     def from_there(self: socket.socket, address: Any) -> None:
