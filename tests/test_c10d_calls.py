@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -119,7 +120,9 @@ def test_calls(ring: Any) -> None:
 def test_few_functions_run_in_a_frequent_call(ring: Any) -> None:
     """Training calls these per layer, and waits for the host where it is slow."""
     sizes = (2048, 4 << 20) if ring.device.type == "cuda" else (2048,)  # also one for NCCL
-    with initialised(ring, OURS[ring.device.type]), warnings.catch_warnings():
+    seconds = timedelta(seconds=ring.timeout)  # a shorter limit would need more functions
+    group = initialised(ring, OURS[ring.device.type], timeout=seconds)
+    with group, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch renames its functions
         for count in sizes:
             for name, call in frequent_calls(ring, count).items():
