@@ -80,6 +80,26 @@ def works() -> int:
 
 
 @runs_on("unified_ranks")
+def test_a_broadcast_only_reads_the_tensor_of_its_root(comm: Any) -> None:
+    """No run counts a write of the root, so that what its backward reads stays valid."""
+    given = torch.ones(3, device=comm.device)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(x)
+        for shared in (given, y.detach() if comm.rank == 0 else torch.empty_like(x)):
+            comm.broadcast(shared, shared, root=0)
+        return y * given
+
+    g, before = graph.capture(f, outputs="copy"), given._version
+    for turn in range(4):
+        x = torch.full((3,), 1.0 + turn, device=comm.device, requires_grad=True)
+        g(x).sum().backward()
+        s = torch.sigmoid(x.detach())
+        assert_equal(torch.allclose(x.grad, s * (1 - s)), True, f"gradient of turn {turn}")
+    assert_equal(given._version > before, comm.rank != 0, "writes")
+
+
+@runs_on("unified_ranks")
 def test_works_of_a_capture(comm: Any) -> None:
     """Neither the capture nor the graph keeps a handle, waited for or not."""
 

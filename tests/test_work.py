@@ -162,10 +162,10 @@ def test_writes_are_known_to_autograd(comm: Any) -> None:
     saved = torch.ones(3, device=comm.device)
     x = torch.ones(3, device=comm.device, requires_grad=True)
     product = x * saved
-    for mode in ({}, {"use_calc_stream": False}):
+    for on_calc_stream in (True, False):
         before = saved._version
-        ops.broadcast(saved, out=saved, **mode)
-        assert_equal(saved._version > before, True, f"version after a write, {mode}")
+        ops.all_reduce(saved, op="max", out=saved, use_calc_stream=on_calc_stream)
+        assert_equal(saved._version > before, True, f"after a write, {on_calc_stream=}")
     try:
         product.sum().backward()
     except RuntimeError as error:

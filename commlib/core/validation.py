@@ -64,7 +64,7 @@ def check_readable(ring: Ring, collective: str, role: str, tensor: torch.Tensor)
         )
 
 
-def check_out(ring: Ring, collective: str, out: torch.Tensor) -> None:
+def check_out(ring: Ring, collective: str, out: torch.Tensor, *, may_overlap: bool = False) -> None:
     """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
     check_tensor(ring, collective, "out", out)
     found = None if has_memory(out) else output_fault(out)
@@ -73,7 +73,7 @@ def check_out(ring: Ring, collective: str, out: torch.Tensor) -> None:
         raise ArgumentError(
             f"{ring._describe(collective)}: out {what}, and can't be written; {remedy}"
         )
-    if not out.is_contiguous() and overlaps_itself(out):
+    if not may_overlap and not out.is_contiguous() and overlaps_itself(out):
         raise ArgumentError(
             f"{ring._describe(collective)}: out of shape {tuple(out.shape)} and strides "
             f"{out.stride()} "
@@ -96,10 +96,12 @@ def check_inference(ring: Ring, collective: str, role: str, out: Tensor) -> None
         )
 
 
-def check_pair(ring: Ring, collective: str, out: Tensor, x: Tensor) -> None:
+def check_pair(
+    ring: Ring, collective: str, out: Tensor, x: Tensor, *, may_overlap: bool = False
+) -> None:
     """Refuse what ``check_tensor`` and ``check_out`` refuse, and two dtypes."""
     check_tensor(ring, collective, "x", x)
-    check_out(ring, collective, out)
+    check_out(ring, collective, out, may_overlap=may_overlap)
     if out is not x:
         check_inference(ring, collective, "out", out)
     if out.dtype is not x.dtype:
@@ -245,7 +247,8 @@ def from_root(
         return None, plain
     plain = x is not None and is_plain(ring, x, out)
     if not plain:
-        check_pair(ring, collective, out, x)  # type: ignore[arg-type]  # None is refused there
+        only_read = out is x and ring.rank == root
+        check_pair(ring, collective, out, x, may_overlap=only_read)  # type: ignore[arg-type]  # None is refused there
     count = x.numel()  # type: ignore[union-attr]
     if out.numel() * parts != count:
         raise shape_mismatch(ring, collective, out, count / parts, f"x.numel() / {parts}")

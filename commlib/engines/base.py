@@ -109,8 +109,8 @@ class Engine(ABC):
         """Launch a reduce_scatter."""
 
     @abstractmethod
-    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
-        """Launch a broadcast."""
+    def broadcast(self, out: Tensor | None, x: Tensor | None, root: int) -> Any:
+        """Launch a broadcast; without ``out`` on a root that only reads ``x``."""
 
     @abstractmethod
     def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Any) -> Any:

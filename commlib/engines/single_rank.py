@@ -39,7 +39,7 @@ class SingleRankEngine(Engine):
         """Copy, or apply the factor of premul_sum."""
         _reduced(out, x, reduction)
 
-    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
+    def broadcast(self, out: Tensor | None, x: Tensor | None, root: int) -> None:
         """Copy."""
         copy(out, x)
 

@@ -47,8 +47,9 @@ class Broadcast(Ring):
 
         Args:
             out: Any shape, with as many elements on every rank. As the only tensor it is the input.
-            x: As many elements; may be ``out``, and None on other ranks, where it is not read.
-                Default: the only tensor is the input, and the output is a new one.
+            x: As many elements; may be ``out``, which the root then only reads, and None on other
+                ranks, where it is not read. Default: the only tensor is the input, and the output
+                is a new one.
             root: Position of the rank that sends.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 
@@ -65,7 +66,8 @@ class Broadcast(Ring):
         count = out.numel()
         launch = self._engine.broadcast if count else nothing
         entry = ("broadcast", count, out.dtype, None, root)
-        call = Call("broadcast", launch, (root,), out, source, 0, plain, entry, out)
+        target = None if out is x and self.rank == root else out  # that root is only read
+        call = Call("broadcast", launch, (root,), target, source, 0, plain, entry, out)
         mode = MODES[use_calc_stream, sync_op, fenced]
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)

@@ -156,12 +156,14 @@ class C10dEngine(Engine):
         work = self.pg._reduce_scatter_base(target, flat(x, plan.dtype), options)
         return self._reduced(work, out, plan)
 
-    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> Any:
+    def broadcast(self, out: Tensor | None, x: Tensor | None, root: int) -> Any:
         """Launch a broadcast of the process group."""
         copy(out, x)
+        held = x if out is None else out
+        assert held is not None
         options = options_of(c10d.BroadcastOptions, self._limit)
         options.rootRank = root
-        return self._issued(self.pg.broadcast([as_bytes(out)], options))
+        return self._issued(self.pg.broadcast([as_bytes(held)], options))
 
     def reduce(self, out: Tensor | None, x: Tensor, root: int, plan: Plan) -> Any:
         """Launch a reduce of the process group."""

@@ -235,11 +235,12 @@ class NCCLEngine(NCCLExchanges):
             x.data_ptr(), out.data_ptr(), count, reduction.kind, reduction.op, stream
         )
 
-    def broadcast(self, out: Tensor, x: Tensor | None, root: int) -> None:
+    def broadcast(self, out: Tensor | None, x: Tensor | None, root: int) -> None:
         """Launch ncclBroadcast."""
-        source, stream = out if x is None else x, current_raw(self._index)
+        source: Any = out if x is None else x
+        target, stream = source if out is None else out, current_raw(self._index)
         self._ready().collective().broadcast(
-            source.data_ptr(), out.data_ptr(), out.nbytes, BYTES, root, stream
+            source.data_ptr(), target.data_ptr(), target.nbytes, BYTES, root, stream
         )
 
     def reduce(self, out: Tensor | None, x: Tensor, root: int, reduction: Reduction) -> None:

@@ -32,7 +32,8 @@ class Collective(NamedTuple):
     @classmethod
     def of(cls, call: Seen) -> "Collective":
         """Return the collective that an observer sees."""
-        tensor = call.out if call.x is None or call.collective in _BY_OUTPUT else call.x
+        by_output = call.collective in _BY_OUTPUT and call.out is not None
+        tensor = call.out if call.x is None or by_output else call.x
         dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
         items = 0 if tensor is None or call.collective in _OWN_ITEMS else tensor.numel()
         rest = "".join(f", {part}" for part in _shared(call.args))
