@@ -207,6 +207,45 @@ def test_works_and_futures(ring: Any) -> None:
         assert_equal(world._get_sequence_number_for_group(), number + 1, "sequence")
 
 
+@runs_on("ranks")
+def test_a_future_is_complete_after_a_wait(ring: Any) -> None:
+    """Asked for before or after; every wait completes it, on a CPU also that of a worker thread."""
+    with initialised(ring, ours(ring)):
+        x = torch.ones(3, device=ring.device)
+        for turn in range(50):
+            early: Any = dist.broadcast(x, 0, async_op=True)
+            future = early.get_future()
+            seen = future.then(lambda done, work=early: work.get_future() is done)
+            early.wait()
+            late: Any = dist.broadcast(x, 0, async_op=True)
+            late.wait()
+            for one in (future, late.get_future()):
+                assert_equal(one.done(), True, f"turn {turn}")
+                assert_equal(one.value()[0].tolist(), [1.0] * 3, f"value of turn {turn}")
+            if not takes_subclasses():  # there, C++ makes an object per call
+                assert_equal(seen.wait(), True, "one future per work")
+
+
+@runs_on("cpu_ranks")
+def test_a_future_has_the_error_of_a_wait(ring: Any) -> None:
+    commlib.shutdown()
+    with initialised(ring, "commlib") as group:
+        store = distributed_c10d._get_default_store()
+        group.set_timeout(timedelta(seconds=1))
+        if ring.rank == 0:
+            work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+            future = work.get_future()
+            with raises(CommTimeout, "rank 1"):
+                work.wait()
+            assert_equal(future.done(), True, "after the error")
+            for each in (future, work.get_future()):
+                with raises(CommTimeout, "rank 1"):
+                    each.value()
+            store.set("over", "1")
+        else:
+            store.wait(["over"], timedelta(seconds=20))
+
+
 @runs_on("cpu_ranks")
 def test_a_member_that_never_calls(ring: Any) -> None:
     """Each wait of a group ends at the group's deadline, and the error names who is late."""

@@ -1,6 +1,7 @@
 """A collective under way as ``torch.distributed`` sees it."""
 
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,8 @@ class GroupWork(dist.Work):
         self._source = source
         self._lock = threading.Lock()
         self._task: Task | None = None  # waits on a host for those who must not block
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._unset: torch.futures.Future[Any] | None = None  # while it is not complete
 
     # -- what C++ calls ----------------------------------------------------------------------------
 
@@ -53,21 +56,20 @@ class GroupWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of the outputs; it needs no one to call ``wait``."""
-        if self._ring.stream is not None:
-            return self._future_of_stream(self._ring.stream)
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        """Return the future of the outputs; it needs no one to call ``wait``.
 
-        def complete() -> None:
-            try:
-                self._join()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._tensors)
-
-        if not self._works or workers.start(complete, "a future") is None:
-            complete()
+        On a CPU it is complete after a wait of any kind, and at once if the call has ended.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            if self._ring.stream is not None:
+                self._future = self._future_of_stream(self._ring.stream)
+                return self._future
+            future = self._future = self._unset = torch.futures.Future()
+        ended = all(work.done() for work in self._works)
+        if ended or workers.start(self._outcome, "a future") is None:
+            self._outcome()
         return future
 
     def _future_of_stream(self, stream: torch.cuda.Stream) -> torch.futures.Future[list[Tensor]]:
@@ -124,8 +126,27 @@ class GroupWork(dist.Work):
     # -- ends --------------------------------------------------------------------------------------
 
     def _join(self, timeout: timedelta | None = None) -> None:
-        for work in self._works:
-            work.wait(timeout)
+        try:
+            for work in self._works:
+                work.wait(timeout)
+        except Exception as error:
+            self._complete(error)
+            raise
+        if self._future is not None:
+            self._complete(None)
+
+    def _complete(self, error: Exception | None) -> None:
+        """Complete the future; the first thread does it, and others wait for that."""
+        with self._lock:
+            future, unset, self._unset = self._future, self._unset, None
+        if unset is None:
+            if future is not None and not future.done():
+                with suppress(Exception):  # the error is that of this wait too
+                    future.wait()
+        elif error is None:  # without the lock: a callback may ask for the future
+            unset.set_result(self._tensors)
+        else:
+            unset.set_exception(error)
 
     def _outcome(self) -> Exception | None:
         """Join a collective that has ended; return its error, which every join raises."""
