@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -198,6 +199,59 @@ def test_an_aborted_group_of_four(ring: Any) -> None:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert_equal(x.tolist(), [4.0, 4.0], "the group of all ranks")
+
+
+@runs_on("four_ranks")
+def test_a_group_that_times_out_ends_alone(ring: Any) -> None:
+    """The first member that gives up ends the others' calls; every other group goes on."""
+    commlib.shutdown()
+    with initialised(ring, "commlib") as world:
+        other, group = dist.new_group(range(4)), dist.new_group(range(4), timedelta(seconds=1))
+        x = torch.ones(2)
+        dist.all_reduce(x, group=group)
+        if ring.rank == 0:
+            dist.barrier(other)  # after the deadline of the others
+        for _ in range(2):
+            with raises(CommError, "all_reduce on ring 0", "call new_group on every member"):
+                dist.all_reduce(x, group=group)
+        if ring.rank:
+            dist.barrier(other)
+        dist.destroy_process_group(group)
+        for one in (world, other, dist.new_group(range(4))):
+            x = torch.ones(2)
+            dist.all_reduce(x, group=one)
+            assert_equal(x.tolist(), [4.0, 4.0], "after the timeout")
+
+
+TIMED_OUT: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "all_reduce": lambda x, group: dist.all_reduce(x, group=group),
+    "broadcast": lambda x, group: waited(dist.broadcast(x, 1, group, async_op=True)),
+    "recv": lambda x, group: dist.recv(x, 1, group),
+}
+
+
+@runs_on("cpu_ranks")
+def test_the_error_of_a_group_that_times_out(ring: Any) -> None:
+    """It names the late rank and the remedy; so does that of a later call."""
+    commlib.shutdown()
+    with initialised(ring, "commlib"):
+        for name, call in TIMED_OUT.items():
+            group: Any = dist.new_group([0, 1], timedelta(seconds=0.5))
+            x = torch.ones(2)
+            if ring.rank == 0:
+                where = f"{name} on ring 0"
+                with raises(CommTimeout, where, "within 0.5 s", "rank 1", "call new_group"):
+                    call(x, group)
+                with raises(RingError, where, f"timed out in {name}", "call new_group"):
+                    call(x, group)
+            dist.all_reduce(x)
+            assert_equal(x.tolist(), [2.0, 2.0], f"the group of all ranks after {name}")
+            dist.destroy_process_group(group)
+
+
+def waited(work: Any) -> None:
+    work.get_future()  # a thread waits too
+    work.wait(timedelta(seconds=0.5))
 
 
 @runs_on("ranks")

@@ -156,17 +156,26 @@ class RingHealth:
                 f"a kernel gave up in {collective}; call ring.reset() on every member"
             )
             return type(error)(text)
-        kind, reason = self._reason(collective, error, args, seconds or self._identity.timeout)
+        verdict = self._verdict or ""
+        kind, reason = self.reason(collective, error, args, seconds, verdict)
         text, remedy = f"{prefix}{reason}{logs}", self._identity.remedy
         self.note(text)
         self.repairable = False
         self.fault = self.fault or f"failed in {collective}; {remedy}"
         return kind(f"{text}; {remedy}")
 
-    def _reason(
-        self, collective: str, error: Exception, args: tuple[Any, ...], seconds: float
+    def reason(
+        self,
+        collective: str,
+        error: Exception,
+        args: tuple[Any, ...],
+        seconds: float | None,
+        verdict: str,
     ) -> tuple[type[CommError], str]:
-        """Return the class and the text that a failure becomes: ours, not the library's."""
+        """Return the class and the text that a failure becomes: ours, not the library's.
+
+        ``verdict``: what the members' logs show. The other arguments are those of ``failed``.
+        """
         me = self._identity
         if isinstance(error, CommTimeout):  # it names the members that are late
             return CommTimeout, f": {type(error).__name__}: {error}"
@@ -175,7 +184,7 @@ class RingHealth:
             pair = list(args[:1]) if collective in PAIRED else []
             peers = pair or (others if me.size == 2 else [])
             if failures.is_late(error):
-                text = failures.late(peers, me.ranks, seconds, self._verdict or "")
+                text = failures.late(peers, me.ranks, seconds or me.timeout, verdict)
                 return CommTimeout, f" {text}"
             if failures.is_gone(error):
                 return EngineError, f": {failures.gone(peers or self.find_dead(), me.ranks)}"

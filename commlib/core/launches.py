@@ -18,6 +18,7 @@ from commlib.deferred import release_deferred
 from commlib.engines.base import Unconnected
 from commlib.errors import CommError, PeerTimeout, StreamError
 from commlib.streams import Fences, capture_of, on_stream, stream_captures
+from commlib.waits import OVER
 
 Tensor = torch.Tensor
 
@@ -30,7 +31,7 @@ def launch(
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
     use_calc_stream, sync_op, fenced, blocks, seconds = mode
     fences = ring._fences
-    late = partial(ring._health.late, calls[-1].collective)
+    late = partial(_late, ring, calls[-1])
     release_deferred()
     if fences is None:
         with nullcontext() if seconds is None else ring._engine.limited(seconds):
@@ -142,6 +143,11 @@ def _guarded(
         raise failure_of(ring, call.order, call.collective, error, call.args, seconds) from error
 
 
+def _late(ring: Ring, call: Call[Any], seconds: float) -> CommError:
+    """Return the error of a call whose own deadline has passed; it has failed then."""
+    return failure_of(ring, call.order, call.collective, RuntimeError(OVER), (), seconds)
+
+
 def failure_of(
     ring: Ring,
     order: Any,
@@ -151,6 +157,6 @@ def failure_of(
     seconds: float | None = None,
 ) -> CommError:
     """Return the error of a failed call: its order of calls has ended, or the ring fails."""
-    ended = None if order is None else order.failed(collective, error)
+    ended = None if order is None else order.failed(collective, error, args, seconds)
     failure: CommError = ended or ring._health.failed(collective, error, args, seconds)
     return failure

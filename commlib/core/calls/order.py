@@ -10,7 +10,7 @@ from commlib.core.calls.call import Call
 from commlib.core.calls.log import CallLog
 from commlib.core.calls.reports import CallReports
 from commlib.core.context import CommContext
-from commlib.core.failures import is_gone
+from commlib.core.failures import is_gone, is_late
 from commlib.core.posting import with_codes
 from commlib.core.ring import Ring
 from commlib.deadlines import Deadline, bounded
@@ -20,6 +20,7 @@ from commlib.rendezvous.host_exchange import gloo_round, host_number
 from commlib.rendezvous.shared_memory import SharedMemoryAllGather, open_shared_memory
 from commlib.rendezvous.store import BoundedStore, EngineStore
 
+_REMEDY = "make the call in another group, or call new_group on every member"
 _LOOK_S = 0.05  # how often a member looks for the others
 
 
@@ -54,6 +55,7 @@ class CallOrder:
         self.log = None if reports is None else reports.calls
         self.ended = False
         self.fault: str | None = None  # why no call can be made
+        self._error: type[CommError] = EngineError  # of calls that the end meets under way
         self._names: dict[str, str] = {}  # of collectives, with the order's own
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -90,13 +92,22 @@ class CallOrder:
             call.launch = getattr(self.engine, call.launch.__name__)
 
     def _unusable(self, collective: str) -> str:
-        return (
-            f"{self.ring._describe(collective)}: group {self.name!r} {self.fault}; make the call "
-            f"in another group, or call new_group on every member"
-        )
+        return f"{self.ring._describe(collective)}: group {self.name!r} {self.fault}; {_REMEDY}"
 
-    def failed(self, collective: str, error: Exception) -> CommError | None:
-        """Return the error of a call that ended because this or another member ended the order.
+    def failed(
+        self,
+        collective: str,
+        error: Exception,
+        args: tuple[Any, ...] = (),
+        seconds: float | None = None,
+    ) -> CommError | None:
+        """Return the error of a call that has ended the order, or ended with it.
+
+        Args:
+            collective: What the program has called.
+            error: The failure.
+            args: Those of the launch.
+            seconds: The call's own deadline. Default: the ring's.
 
         Returns:
             The error; None if the failure is that of the ring.
@@ -104,14 +115,36 @@ class CallOrder:
         ring = self.ring
         if self.engine is None or ring._health.fault is not None:
             return None
+        if self.fault is None and is_late(error):
+            return self._timed_out(collective, error, args, seconds)
         if self.fault is None and not is_gone(error):
             return None
         if self.fault is None:
             others = [rank for rank in ring.ranks if rank != ring.ranks[ring.rank]]
             whose = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
-            self.fault = f"was ended by {whose}, which has aborted or closed it or is not alive"
-            self.engine.cut()  # members that wait for this one alone would do so until the deadline
-        return EngineError(self._unusable(collective))
+            how = "has aborted or closed it, gave up one of its calls or is not alive"
+            self._end(f"was ended by {whose}, which {how}")
+        return self._error(self._unusable(collective))
+
+    def _timed_out(
+        self, collective: str, error: Exception, args: tuple[Any, ...], seconds: float | None
+    ) -> CommError:
+        """Return the error of a call whose deadline has passed, and end the order."""
+        health = self.ring._health
+        verdict = "" if self._reports is None else self._reports.verdict(collective)
+        kind, reason = health.reason(collective, error, args, seconds, verdict)
+        self._error = kind
+        self._end(f"timed out in {collective}, which{reason}")
+        logs = f"; {verdict}" if verdict else ""
+        text = f"{self.ring._describe(collective)}{reason}{logs}; group {self.name!r} has ended"
+        health.note(text)
+        return kind(f"{text}; {_REMEDY}")
+
+    def _end(self, fault: str) -> None:
+        """Let later calls raise, and end those in flight: some members wait for this one alone."""
+        assert self.engine is not None
+        self.fault = self.fault or fault  # another thread may have ended it meanwhile
+        self.engine.cut()
 
     @property
     def is_apart(self) -> bool:
