@@ -223,6 +223,31 @@ def test_messages_wait_for_nobody_at_their_launch(comm: Any) -> None:
         equals(theirs, ones(3) * (1 - comm.rank), "receives before sends")
 
 
+@runs_on("cpu_ranks")
+def test_tagged_messages_in_another_order(comm: Any) -> None:
+    """A receive is compared with the send of its tag; those of one tag meet in their order."""
+    with ring_of(comm, 2) as ring:
+        how: dict[str, Any] = {"peer": 1 - comm.rank, **ASYNC}
+        numbers = range(1, 9)  # two per tag, and also without a tag
+        sent = [ring.send(ones(3) * at, tag=at // 2, **how) for at in numbers]
+        taken = {at: ring.recv(torch.empty(3), tag=at // 2, **how) for at in (5, 7, 8, 1, 4, 2, 3)}
+        taken[6] = ring.recv(torch.empty(3), tag=3, **how)
+        for work in (*taken.values(), *sent):
+            work.wait()
+        found = {at: work.result.tolist() for at, work in taken.items()}
+        # Of tag 2, number 5 is received before 4 and gets what was sent first; of tag 3, so is 7.
+        want = {at: [float({5: 4, 4: 5, 7: 6, 6: 7}.get(at, at))] * 3 for at in taken}
+        assert_equal(found, want, "messages")
+        with raises(
+            MismatchError, DETECTED, "with tag 2", "send float32 (3,)", "recv float32 (4,)"
+        ):
+            if comm.rank:
+                ring.send(ones(3), peer=0, tag=2)
+            else:
+                ring.recv(torch.empty(4), peer=1, tag=2)
+        ring.barrier()
+
+
 def equal(comm: Any) -> None:
     """Right calls give the values that they give without a comparison."""
     with ring_of(comm, 2) as ring:

@@ -22,7 +22,8 @@ from commlib.errors import MismatchError
 from commlib.rendezvous.host_exchange import USER_TAGS
 
 _HEADER = 2048  # bytes
-_TAGS, _FIRST, _MOST = 3, 16, 1 << 26  # per message: the sender's header, the receiver's, data
+_FIRST, _MOST = 16, 1 << 27  # of the tags of data, which the sender numbers
+_HEADERS = 2 * USER_TAGS  # from here on two tags per tag of the program: a sender's, a receiver's
 
 
 def compare(ring: Ring, calls: list[Call[Any]]) -> list[Call[Any]]:
@@ -95,7 +96,11 @@ def _shown(call: Call[Any], fact: str) -> str:
 
 
 class _Pair:
-    """The headers of one send and its receive; both members post theirs and read the other's."""
+    """The headers of one send and its receive; both members post theirs and read the other's.
+
+    Messages with one tag meet in their order. The data has another tag, which the sender's header
+    names: threads may launch it in another order.
+    """
 
     def __init__(self, ring: Ring, call: Call[Any]) -> None:
         """Post this member's header, and the receive of the peer's; blocks nothing."""
@@ -105,17 +110,17 @@ class _Pair:
         engine = None if order is None else order.engine
         apart = () if engine is None else (engine.pg, order.name)
         group, number = ring._hosts.pair(self.peer, sends, *apart)
-        tag = _FIRST + _TAGS * (number % _MOST)
-        self.tag = tag + 2
+        tag = _HEADERS + 2 * sum(one - USER_TAGS for one in call.args[1:])
+        self.tag = _FIRST + number % _MOST
         tensor = call.x if sends else call.out
         assert tensor is not None
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.given = [dtype, tensor.numel(), "" if order is None else order.name, *call.args[1:]]
+        self.given = [dtype, tensor.numel(), "" if order is None else order.name]
         tagged = "".join(f" with tag {number - USER_TAGS}" for number in call.args[1:])
         named_group = "" if order is None else f" in group {order.name!r}"
         shown = f"{call.collective} {dtype} {tuple(tensor.shape)}{tagged}{named_group}"
         self.shown = f"{shown[:100]} at {call_line()[-200:]}"
-        text = json.dumps([*self.given, self.shown]).encode()[:_HEADER].ljust(_HEADER)
+        text = json.dumps([*self.given, self.tag, self.shown]).encode()[:_HEADER].ljust(_HEADER)
         self._own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._other = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
         self._posted = [
@@ -130,8 +135,10 @@ class _Pair:
                 work.wait()
         except Exception as error:
             raise self.ring._health.failed(self.collective, error, (self.peer,)) from error
-        *theirs, shown = json.loads(bytes(self._other.tolist()))
+        *theirs, tag, shown = json.loads(bytes(self._other.tolist()))
         if theirs == self.given:
+            if self.collective == "recv":
+                self.tag = tag
             return None
         ring = self.ring
         return (
@@ -175,14 +182,14 @@ class _Handle:
 
 def _once_it_fits(pair: _Pair, launch: Callable[..., Any]) -> Callable[..., _Handle]:
     """Return a launch that moves data on a CPU once the header fits the peer's."""
-    tag = () if getattr(launch, "__name__", "") == "nothing" else (pair.tag,)
+    empty = getattr(launch, "__name__", "") == "nothing"
 
     def under_way(*args: Any) -> _Handle:
         def step() -> None:
             text = pair.difference()
             if text is not None:
                 raise MismatchError(text)
-            handle = launch(*args[:3], *tag)
+            handle = launch(*args[:3], *(() if empty else (pair.tag,)))
             if handle is not None:
                 handle.wait()
 
