@@ -144,6 +144,27 @@ def test_a_broken_batch_swallows_no_later_call(ring: Any) -> None:
             group.end_coalescing()
 
 
+@runs_on("cpu_ranks")
+def test_a_batch_has_one_work_per_call(ring: Any) -> None:
+    """Each is waited for by itself: the peer takes the first message last."""
+    with initialised(ring, "commlib"):
+        big, peer = torch.ones(1 << 22), 1 - ring.rank
+        late, out = torch.zeros_like(big), torch.zeros(2)
+        small = torch.full((2,), ring.rank + 1.0)
+        sends = [dist.P2POp(dist.isend, big, peer), dist.P2POp(dist.isend, small, peer, tag=1)]
+        works = dist.batch_isend_irecv([*sends, dist.P2POp(dist.irecv, out, peer, tag=1)])
+        assert_equal(len(works), 3, "works")
+        works[2].wait()
+        assert_equal(out.tolist(), [peer + 1.0] * 2, "received")
+        assert_equal(works[2].get_future().value()[0] is out, True, "the tensor of its call")
+        assert_equal(works[0].is_completed(), False, "what the peer has not taken")
+        dist.barrier()
+        dist.recv(late, peer)
+        for work in works:
+            work.wait()
+        assert_equal(torch.equal(late, big), True, "the last message")
+
+
 @runs_on("ranks")
 def test_an_exception_in_a_coalesced_block_drops_its_calls(ring: Any) -> None:
     """Torch records calls for the block, or the group does; neither keeps any of later ones."""

@@ -12,7 +12,7 @@ from commlib.core.calls.call import Call, Launch, Result
 from commlib.core.observers import begun
 from commlib.core.ring import Ring
 from commlib.core.stream_mode import StreamMode
-from commlib.core.work import OnHost, OnStream, Work
+from commlib.core.work import AllOf, OnHost, OnStream, Work
 from commlib.deadlines import Deadline
 from commlib.deferred import release_deferred
 from commlib.engines.base import Unconnected
@@ -31,13 +31,13 @@ def launch(
     """Launch ``calls`` as one operation; return ``result``, or a Work where one is unfinished."""
     use_calc_stream, sync_op, fenced, blocks, seconds = mode
     fences = ring._fences
-    late = partial(_late, ring, calls[-1])
     release_deferred()
     if fences is None:
         with nullcontext() if seconds is None else ring._engine.limited(seconds):
             handles = _start(ring, calls, grouped)
-        wait = partial(_wait, ring, calls, handles, seconds)
-        return begun(Work(result, OnHost(handles, wait, calls, late)))
+        parts = [_on_host(ring, *each, seconds) for each in zip(calls, handles, strict=True)]
+        return begun(Work(result, AllOf(parts) if grouped else parts[0]))
+    late = partial(_late, ring, calls[-1])
     if use_calc_stream:
         with ring._engine.bounded(blocks) if blocks else _NO_LIMIT:
             _on_stream(ring, calls, grouped)
@@ -106,27 +106,31 @@ def _start(ring: Ring, calls: list[Call[Any]], grouped: bool) -> list[Any]:
         raise
 
 
+def _on_host(ring: Ring, call: Call[Any], handle: Any, seconds: float | None) -> OnHost:
+    wait, late = partial(_wait, ring, call, handle, seconds), partial(_late, ring, call)
+    return OnHost(handle, wait, call, late)
+
+
 def _wait(
     ring: Ring,
-    calls: list[Call[Any]],
-    handles: list[Any],
+    call: Call[Any],
+    handle: Any,
     seconds: float | None,
     deadline: Deadline | None = None,
 ) -> None:
-    """Block until calls on a host have ended; may be interrupted anywhere, and called again.
+    """Block until a call on a host has ended; may be interrupted anywhere, and called again.
 
     Args:
         ring: The ring.
-        calls: What was launched.
-        handles: What each launch returned.
-        seconds: The calls' own deadline, for error texts.
+        call: What was launched.
+        handle: What the launch returned.
+        seconds: The call's own deadline, for error texts.
         deadline: Of this wait.
     """
-    most = seconds if deadline is None else deadline.seconds
-    for call, handle in zip(calls, handles, strict=True):
-        if handle is not None:
-            _guarded(ring, call, partial(ring._engine.wait, handle, deadline), most)
-        _guarded(ring, call, call.finish)
+    if handle is not None:
+        most = seconds if deadline is None else deadline.seconds
+        _guarded(ring, call, partial(ring._engine.wait, handle, deadline), most)
+    _guarded(ring, call, call.finish)
 
 
 def _guarded(

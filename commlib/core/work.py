@@ -113,7 +113,7 @@ def _late(seconds: float) -> Exception:
 
 
 class OnHost:
-    """Works of a CPU engine; ``await_`` blocks until a deadline and puts results in place.
+    """The work of a CPU engine; ``await_`` blocks until a deadline and puts the result in place.
 
     What a signal handler raises meanwhile, such as KeyboardInterrupt, is not the outcome of the
     call: the next ``join()`` waits again. ``await_`` must allow that.
@@ -121,12 +121,12 @@ class OnHost:
 
     def __init__(
         self,
-        handles: Sequence[Any],
+        handle: Any,
         await_: Callable[[Deadline | None], None],
         keep: object,
         late: Callable[[float], Exception],
     ) -> None:
-        self._handles, self._late = handles, late
+        self._handle, self._late = handle, late
         self._await: Callable[[Deadline | None], None] | None = await_
         self._keep = keep
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class OnHost:
         self._error: Exception | None = None
 
     def join(self, deadline: Deadline | None = None) -> None:
-        """Block until every work has finished; the first waiter finishes for all."""
+        """Block until the work has finished; the first waiter finishes for all."""
         if self._process != os.getpid():  # its threads, and perhaps the lock's owner, are not here
             raise RingError(
                 f"this Work belongs to process {self._process}; this is its fork {os.getpid()}; "
@@ -157,8 +157,24 @@ class OnHost:
             raise self._error
 
     def done(self) -> bool:
+        """Return True if the work has finished."""
+        return self._await is None or self._handle is None or bool(self._handle.is_completed())
+
+
+class AllOf:
+    """Works on a host that were launched as one operation; each can be waited for by itself."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self.parts = parts
+
+    def join(self, deadline: Deadline | None = None) -> None:
+        """Block until every work has finished."""
+        for part in self.parts:
+            part.join(deadline)
+
+    def done(self) -> bool:
         """Return True if every work has finished."""
-        return self._await is None or all(h is None or h.is_completed() for h in self._handles)
+        return all(part.done() for part in self.parts)
 
 
 class Then:

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.group_calls import GroupCalls
+from commlib.compat.c10d.work import GroupWork
 
 _stock_manager: Callable[..., Any] = distributed_c10d._coalescing_manager
 _stock_batch = distributed_c10d.batch_isend_irecv
@@ -43,7 +44,11 @@ def _coalescing_manager(
 
 @wraps(_stock_batch)
 def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-    """Launch sends and receives as one operation; returns the works to wait for."""
+    """Launch sends and receives as one operation.
+
+    Returns:
+        The works to wait for: one per call on a CPU, one in all on a GPU.
+    """
     distributed_c10d._check_p2p_op_list(p2p_op_list)
     group = p2p_op_list[0].group or distributed_c10d._get_default_group()
     if not isinstance(group, GroupCalls):  # torch's own groups coalesce their calls
@@ -57,7 +62,8 @@ def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
     except BaseException:
         group.drop_coalescing()
         raise
-    return [group.end_coalescing()]
+    work = group.end_coalescing()
+    return work.each() if isinstance(work, GroupWork) else [work] * len(p2p_op_list)
 
 
 def replace(name: str, stock: object, ours: object) -> None:

@@ -123,6 +123,20 @@ class GroupWork(dist.Work):
 
     _source_rank = source_rank
 
+    # -- batches -----------------------------------------------------------------------------------
+
+    def each(self) -> list["GroupWork"]:
+        """Return one work per call of a batch of sends and receives; NCCL has one for all."""
+        whole, tensors = self._works[0], self._tensors
+        if self._ring.stream is not None or len(tensors) == 1:
+            return [self]
+        # An observed call has no parts, which a capture waits for together.
+        parts = getattr(whole._pending, "parts", [whole._pending] * len(tensors))
+        return [
+            GroupWork(self._ring, [Work(x, part, whole._limit)], [x])
+            for x, part in zip(tensors, parts, strict=True)
+        ]
+
     # -- ends --------------------------------------------------------------------------------------
 
     def _join(self, timeout: timedelta | None = None) -> None:
