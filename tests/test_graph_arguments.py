@@ -218,6 +218,53 @@ def test_parameters_in_one_memory(comm: Any) -> None:
             assert_bits_equal(got, want)
 
 
+def decay(tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    squares = [(p * p).sum() for p in tensors.values() if isinstance(p, torch.nn.Parameter)]
+    return x * sum(squares, torch.ones_like(x))
+
+
+class Scale(torch.nn.Parameter):
+    """A class of a program."""
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@runs_on("unified_ranks")
+def test_functions_that_ask_for_parameters(comm: Any, verify: bool) -> None:
+    """A graph's own copy of a ``Parameter`` is one too, and another tensor has another graph."""
+    x, captured = torch.ones(2, device=comm.device), graph.capture(decay, verify=verify)
+    for wants in (True, False):
+        for turn in range(6):
+            data = torch.full((3,), turn + 1.0, device=comm.device)
+            other = data.clone().requires_grad_(wants)
+            kinds: list[torch.Tensor] = [torch.nn.Parameter(data, requires_grad=wants), other]
+            tensors = {"first": kinds[turn % 2], "second": Scale(data * 2, requires_grad=wants)}
+            found = []
+            for fn in (decay, captured):
+                for p in tensors.values():
+                    p.grad = None
+                result = fn(tensors, x)
+                if wants:
+                    result.sum().backward()
+                grads = [None if p.grad is None else p.grad.clone() for p in tensors.values()]
+                found.append([result.detach().clone(), *grads])
+            for want, got in zip(*found, strict=True):
+                assert (want is None) is (got is None)
+                if want is not None:
+                    assert_bits_equal(got, want, f"{wants}, turn {turn}")
+    assert_equal(sum(row["replays"] for row in graph.report(captured)), 8, "four graphs")
+
+
+@runs_on("cpu_ranks")
+def test_functions_that_ask_for_attributes_of_arguments(comm: Any) -> None:
+    """A graph's copies of arguments are without them: the capture must not take another branch."""
+    for wants in (False, True):
+        captured = graph.capture(lambda x: x * getattr(x, "scale", 1.0), verify=False)
+        x = torch.ones(2, requires_grad=wants)
+        x.scale = 3.0  # type: ignore[attr-defined]
+        with raises(GraphError, "mul", "differ"):
+            captured(x)
+
+
 @runs_on("unified_ranks")
 def test_gradients_are_apart(comm: Any) -> None:
     """Each gradient has its own memory and version."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import _C
 from torch.backends import mha
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import TreeSpec, tree_flatten
@@ -178,7 +179,7 @@ def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from another, but for its content and place."""
     wants = x.requires_grad and (2 if x.is_leaf and x.grad is None else 1)
     return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
-            wants, x.is_conj(), x.is_neg())  # fmt: skip
+            wants, x.is_conj(), x.is_neg(), type(x) is Parameter)  # fmt: skip
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

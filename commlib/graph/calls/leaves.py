@@ -86,8 +86,17 @@ def noting_histories(tensors: Sequence[torch.Tensor]) -> Iterator[set[int]]:
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf with the memory of a tensor that requires grad, else the tensor itself."""
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+    """Return a leaf with the memory of a tensor that requires grad, else the tensor itself.
+
+    That of a ``Parameter`` is one too. What the program has set on the tensor is on the leaf.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    new = tensor.detach().requires_grad_()
+    if issubclass(type(tensor), torch.nn.Parameter):  # detached, it is a plain tensor
+        new.__class__ = type(tensor)
+    new.__dict__.update(tensor.__dict__)
+    return new
 
 
 def with_grads(leaves: Tensors, tensors: Sequence[torch.Tensor]) -> Tensors:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch.nn import Parameter
 
 # Memory of the current device without torch's dispatcher; some builds of torch lack these.
 _EMPTY = {
@@ -33,7 +34,7 @@ def is_packed(tensor: torch.Tensor) -> bool:
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the same size and strides, as a leaf with the same ``requires_grad``.
 
-    The copy of a conjugate or negative view is one too.
+    The copy of a conjugate or negative view is one too, and that of a ``Parameter``.
     """
     copy = tensor.detach()
     if copy.is_conj() or copy.is_neg():
@@ -45,6 +46,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     else:
         copy = _span(copy).clone().as_strided(copy.size(), copy.stride(), 0)
         copy = copy.detach()  # no view to autograd: the node of a captured call may return it
+    if issubclass(type(tensor), Parameter):  # detached, it is a plain tensor
+        copy.__class__ = type(tensor)
     return copy.requires_grad_(tensor.requires_grad)
 
 
