@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from commlib import graph
@@ -107,6 +108,54 @@ def test_outputs_as_text(comm: Any) -> None:
     found = [lent(x) for _ in range(3)]
     with raises(RuntimeError, "overwritten"):
         repr(found[1])
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@runs_on("cpu_ranks")
+def test_outputs_that_are_held_and_never_read(comm: Any, verify: bool) -> None:
+    """Other captured functions work while the program holds overwritten outputs."""
+    first = graph.capture(lambda x: x * 2)
+    weight, held = torch.ones(2, requires_grad=True), list[torch.Tensor]()
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * len(held[:1])
+
+    def accumulating(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(10)
+
+    module = torch.nn.Linear(2, 2)
+    module.kept = held  # type: ignore[assignment]
+    for fn in (counting, accumulating, module):
+        captured, held[:] = graph.capture(fn, outputs="copy", verify=verify), ()
+        for turn in range(6):
+            x = torch.full((2,), float(turn))
+            held.append(first(x))
+            ours, theirs = held[-1], x * 2
+            for _ in range(2):
+                assert_bits_equal(captured(ours), fn(theirs), f"turn {turn}")
+        assert_equal([x.shape for x in held[1:-1]], [theirs.shape] * 4, "a shape can be asked for")
+
+
+@runs_on("cpu_ranks")
+def test_attributes_of_overwritten_outputs(comm: Any) -> None:
+    """An overwritten output has the attributes of a tensor; reading a view of it raises."""
+    f, x = graph.capture(lambda x: x * 2), torch.ones(2, 3)
+    kept = [f(x) for _ in range(3)][1]
+    assert_equal((kept.shape, kept.stride(), kept.numel()), (x.shape, x.stride(), 6), "place")
+    assert_equal((kept.requires_grad, kept.is_leaf, kept.is_inference()), (False, True, False))
+    reads: list[Callable[[], Any]] = [
+        lambda: kept + 1,
+        lambda: kept.T + 1,
+        lambda: kept.mT.sum(),
+        lambda: kept.data.clone(),
+        lambda: kept.real.tolist(),
+        lambda: kept[0] + 1,
+        lambda: kept.data_ptr(),
+        lambda: f(kept),
+    ]
+    for read in reads:
+        with raises(RuntimeError, "overwritten", "test_graph_outputs.py"):
+            read()
 
 
 @runs_on("unified_ranks")

@@ -30,7 +30,7 @@ class GuardedTensor(torch.Tensor):
     ) -> Any:
         known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedTensor)]
         for leaf in known:
-            if leaf.overwritten:
+            if leaf.overwritten and getattr(func, "__name__", "") not in _READS_NOTHING:
                 raise RuntimeError(leaf.overwritten[0])
         with torch._C.DisableTorchFunctionSubclass():
             if func in _PLAINLY:
@@ -47,6 +47,12 @@ GuardedTensor.__name__ = GuardedTensor.__qualname__ = "Tensor"  # as messages na
 
 # What makes something else of a tensor: a copy, a pickle, a text.
 _TEXT = {torch.Tensor.__repr__}  # which says whether the tensor requires grad
+# Access to attributes and to what is known of a tensor without its memory. Views are watched.
+_READS_NOTHING = {
+    "__get__", "untyped_storage", "is_inference", "size", "stride", "storage_offset", "dim",
+    "numel", "element_size", "get_device", "is_contiguous", "is_floating_point", "is_complex",
+    "is_conj", "is_neg",
+}  # fmt: skip
 _PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__, *_TEXT}
 
 
