@@ -265,6 +265,46 @@ def test_functions_that_ask_for_attributes_of_arguments(comm: Any) -> None:
             captured(x)
 
 
+UNREADABLE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {
+    "sparse": (lambda x: x.to_sparse(), "torch.sparse_coo", "to_dense"),
+    "compressed": (lambda x: x.to_sparse_csr(), "torch.sparse_csr", "to_dense"),
+    "mkldnn": (lambda x: x.to_mkldnn(), "torch._mkldnn", "to_dense"),
+    "nested": (lambda x: torch.nested.nested_tensor([*x]), "a nested tensor", "to_padded_tensor"),
+    "jagged": (
+        lambda x: torch.nested.nested_tensor([*x], layout=torch.jagged),
+        "a nested tensor",
+        "values",
+    ),
+    "meta": (lambda x: x.to("meta"), "on the meta device", "on another device"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", UNREADABLE)
+@runs_on("cpu_ranks")
+def test_tensors_that_no_graph_reads(comm: Any, kind: str) -> None:
+    """They are refused by what they are, alone and next to another tensor, or the call is eager."""
+    made, what, remedy = UNREADABLE[kind]
+
+    def f(odd: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        return odd * 2 if x is None else x * odd.dim()
+
+    for more in ((), (torch.ones(3),)):
+        odd = made(torch.eye(3))
+        with raises(GraphError, f"tensor 0 of the arguments is {what}", remedy):
+            graph.capture(f)(odd, *more)
+        captured, want = graph.capture(f, on_fail="eager"), f(odd, *more)
+        for turn in range(3):
+            found = captured(odd, *more)
+            assert_equal((found.layout, found.dtype), (want.layout, want.dtype), f"turn {turn}")
+            if more:
+                assert_bits_equal(found, want, f"turn {turn}")
+        assert_equal(len(captured.entries), 0, "graphs")
+        full = graph.capture(f, on_fail="eager", max_graphs=1)
+        for x in (torch.ones(3), odd):  # the log names how the second differs
+            assert_equal(full(x, *more).layout, f(x, *more).layout, "without a graph left")
+
+
 @runs_on("unified_ranks")
 def test_gradients_are_apart(comm: Any) -> None:
     """Each gradient has its own memory and version."""

@@ -120,6 +120,8 @@ def fault(tensor: Tensor, role: str) -> tuple[str, str] | None:
     if tensor.layout is not torch.strided:
         return f"is {tensor.layout}", f"call {role}.to_dense()"
     if tensor.numel() and not tensor._is_zerotensor() and not tensor.data_ptr():
+        if tensor.is_meta:
+            return "is on the meta device, without values", f"pass {role} on another device"
         return "has no memory: its storage was freed", f"fill {role} again before the call"
     return None
 

@@ -50,7 +50,9 @@ class Arguments:
     def described(self) -> list[str]:
         """Return each argument in words: its shape and dtype, or its value."""
         return [
-            f"{tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)[:80]
+            f"{'nested' if x.is_nested else tuple(x.shape)} {x.dtype}"
+            if isinstance(x, torch.Tensor)
+            else repr(x)[:80]
             for x in map(users_own, self.leaves)
         ]
 
@@ -178,12 +180,22 @@ def _of_mode(mode: TorchFunctionMode) -> object:
 def of_tensor(x: torch.Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from another, but for its content and place."""
     wants = x.requires_grad and (2 if x.is_leaf and x.grad is None else 1)
-    return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
-            wants, x.is_conj(), x.is_neg(), type(x) is Parameter)  # fmt: skip
+    try:
+        return (x.shape, x.dtype, x.device, x.stride() if x.layout is torch.strided else x.layout,
+                wants, x.is_conj(), x.is_neg(), type(x) is Parameter)  # fmt: skip
+    except RuntimeError:
+        if not x.is_nested:
+            raise
+        return "nested", x.dtype, x.device, wants  # it has no shape, and no graph reads it
 
 
 def _shared(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return which tensors share an address: the graph has these as one; () if none do."""
     first: dict[int, int] = {}
-    places = [first.setdefault(x.data_ptr(), i) for i, x in enumerate(tensors)]
+    try:
+        places = [first.setdefault(x.data_ptr(), i) for i, x in enumerate(tensors)]
+    except RuntimeError:
+        if all(x.layout is torch.strided and not x.is_nested for x in tensors):
+            raise  # an output that was overwritten
+        return ()  # a sparse tensor has no address: the call is refused by what it is
     return () if len(first) == len(tensors) else tuple(places)
