@@ -9,7 +9,7 @@ from torch import nn
 
 from commlib import graph
 from commlib.graph.surroundings.modules import ModuleWatch
-from tests.support.checks import assert_bits_equal
+from tests.support.checks import assert_bits_equal, assert_equal
 from tests.support.runs_on import runs_on
 
 
@@ -78,6 +78,34 @@ def test_parts_that_are_replaced(comm: Any, change: str, keep: bool) -> None:
         del kept
     for turn, (actual, exact) in enumerate(zip(found[1], found[0], strict=True)):
         assert_bits_equal(actual, exact, f"call {turn}")
+
+
+class Other(Layer):
+    """Another forward over the same parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
+CLASSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], nn.Module]]] = {
+    "the module": (Layer, lambda module: module),
+    "a submodule": (lambda: nn.Sequential(nn.Tanh(), Layer()), lambda module: module[1]),
+}
+
+
+@pytest.mark.parametrize("which", CLASSES)
+@runs_on("unified_ranks")
+def test_another_class(comm: Any, which: str) -> None:
+    """The class of a module is a part of the key, and so is the one that it had before."""
+    make, part = CLASSES[which]
+    ours, theirs = make().to(comm.device), make().to(comm.device)
+    captured = graph.capture(ours, verify=False)
+    for turn, kind in enumerate([Layer] * 4 + [Other] * 3 + [Layer] * 3):
+        for module in (ours, theirs):
+            part(module).__class__ = kind
+        x = torch.full((2,), turn + 1.0, device=comm.device)
+        assert_bits_equal(captured(x), theirs(x), f"call {turn}")
+    assert_equal([row["replays"] for row in graph.report(captured)], [6, 2], "two graphs")
 
 
 def test_parts_that_come_and_go() -> None:

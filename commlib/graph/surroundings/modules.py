@@ -164,7 +164,8 @@ class ModuleWatch:
     def note_attribute(self, module: torch.nn.Module, name: str) -> None:
         """Record that an attribute was set."""
         parts = (vars(module).get(part, ()) for part in _PARTS)
-        if is_read(module, name, self.names) or any(name in part for part in parts):
+        counts = name == "__class__" or is_read(module, name, self.names)
+        if counts or any(name in part for part in parts):
             self.note()
 
     def look(self) -> ModuleLook:
@@ -202,10 +203,11 @@ def _attributes(module: torch.nn.Module, names: frozenset[str] | None) -> Iterat
 
 
 def _facts(module: torch.nn.Module, names: frozenset[str] | None) -> Iterable[_Fact]:
-    """Yield each attribute in ``names`` by its setting.
+    """Yield the class, and each attribute in ``names`` by its setting.
 
     Containers that count by content, tensors and hooks are left out.
     """
+    yield "__class__", Same(type(module))
     for name in _PARTS:
         held = vars(module).get(name, {})  # scripted modules have no such dict
         yield from ((f"{name}.{part}", Same(x)) for part, x in held.items())
