@@ -158,6 +158,40 @@ def test_attributes_of_overwritten_outputs(comm: Any) -> None:
             read()
 
 
+class Named(torch.Tensor):
+    """A class of a program, with its own memory."""
+
+
+@pytest.mark.parametrize("outputs", ["borrow", "copy"])
+@runs_on("unified_ranks")
+def test_outputs_of_other_classes(comm: Any, outputs: Any) -> None:
+    """They keep their class in each call, and are copies: a guarded tensor has another class."""
+    weight = torch.ones(3, device=comm.device, requires_grad=True)
+    functions: tuple[Callable[[torch.Tensor], tuple[torch.Tensor, ...]], ...] = (
+        lambda x: (x * 2, x.as_subclass(torch.Tensor) * 3),
+        lambda x: ((x * weight).exp(), x + 1),
+        lambda x: ((x * 2).view(3, 1).expand(3, 2), x[1:]),
+    )
+    for fn in functions:
+        for verify in (False, True):
+            captured = graph.capture(fn, outputs=outputs, verify=verify)
+            first: list[torch.Tensor] = []
+            for turn in range(5):
+                x = torch.full((3,), turn / 4, device=comm.device).as_subclass(Named)
+                found, want = captured(x), fn(x)
+                for got, exact in zip(found, want, strict=True):
+                    named = isinstance(got, Named), isinstance(exact, Named)
+                    assert_equal(*named, f"class in call {turn}")
+                    assert_bits_equal(got, exact, f"call {turn}")
+                if found[0].requires_grad:
+                    grads = [torch.autograd.grad(x[0].sum(), weight)[0] for x in (found, want)]
+                    assert_bits_equal(*grads, f"gradient of call {turn}")
+                first.append(found[0])
+            for turn, kept in enumerate(first):  # none was overwritten
+                x = torch.full((3,), turn / 4, device=comm.device).as_subclass(Named)
+                assert_bits_equal(kept, fn(x)[0], f"kept from call {turn}")
+
+
 @runs_on("unified_ranks")
 def test_a_storage_is_borrowed_again(comm: Any) -> None:
     """An output that nobody holds any more leaves its storage to the next one."""

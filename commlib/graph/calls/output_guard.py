@@ -44,6 +44,9 @@ class GuardedTensor(torch.Tensor):
 
 GuardedTensor.__name__ = GuardedTensor.__qualname__ = "Tensor"  # as messages name it
 
+# Classes of outputs that can be borrowed; an output of another class is copied, and keeps it.
+LENT = torch.Tensor, torch.nn.Parameter, GuardedTensor
+
 
 # What makes something else of a tensor: a copy, a pickle, a text.
 _TEXT = {torch.Tensor.__repr__}  # which says whether the tensor requires grad

@@ -58,6 +58,7 @@ class Borrowed(NamedTuple):
     tensor: torch.Tensor
     packed: bool  # a clone has the same strides
     leaf: bool  # it requires grad, and comes from no operator
+    copied: bool  # it has a class of the program, which no borrowed output can have
 
 
 class Alias(NamedTuple):

@@ -9,7 +9,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
 from commlib.graph.calls.lasting import Lasting, MadeObjects, hides
-from commlib.graph.calls.output_guard import OutputGuards
+from commlib.graph.calls.output_guard import LENT, OutputGuards
 from commlib.graph.calls.output_kinds import (
     Again,
     Alias,
@@ -154,14 +154,15 @@ class Outputs:
     def lent(self, places: Sequence[int]) -> list[torch.Tensor]:
         """Return what shares the memory and the count of writes of the borrowed outputs.
 
-        ``places``: those in ``made``.
+        ``places``: those in ``made``. Copies share nothing.
         """
-        return [self._guards.by_position[self._borrowed[i]].alias for i in places]
+        guards, borrowed = self._guards.by_position, (self._borrowed[i] for i in places)
+        return [guards[i].alias for i in borrowed if i in guards]
 
     def _one(self, i: int, given: Sequence[torch.Tensor], where: object) -> Any:
         kind = self._kinds[i]
         if type(kind) is Borrowed:
-            if self._copy:
+            if self._copy or kind.copied:
                 return kind.tensor.clone() if kind.packed else copy_of(kind.tensor)
             return self._guards.borrow(i, kind.tensor, where)
         if isinstance(kind, Plain):
@@ -193,7 +194,7 @@ def _kind(
     position, is_leaf = source_of(leaf, given), leaf.requires_grad and leaf.grad_fn is None
     if position is None:
         if own(leaf):
-            return Borrowed(leaf.detach(), is_packed(leaf), is_leaf)
+            return Borrowed(leaf.detach(), is_packed(leaf), is_leaf, type(leaf) not in LENT)
         made = leaf not in lasting and (is_leaf or leaf.layout is torch.strided)
         return Alias(_apart(leaf)) if made else Plain(leaf)
     tensor = given[position]

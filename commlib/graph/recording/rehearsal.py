@@ -20,6 +20,7 @@ from commlib.graph.calls.leaves import (
     with_grads,
     without_grads,
 )
+from commlib.graph.calls.output_guard import LENT
 from commlib.graph.calls.outputs import awaited, flat, leads_back
 from commlib.graph.operators.generators import advanced, default_generator
 from commlib.graph.operators.layout import empty_repeated
@@ -250,7 +251,7 @@ class _Rehearsal:
         findings, touched = self._findings, recorder.memory
         findings.outputs = [
             (empty_repeated if 0 in x.stride() else torch.empty_like)(x, device="meta")
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in touched.made
+            if type(x) in LENT and x.untyped_storage()._cdata in touched.made
             else None
             for x in leaves
         ]
