@@ -104,19 +104,15 @@ class CaptureRun:
         if not segments.broken:  # an eager part may wait for another thread's replays
             segments.broken, segments.lock = True, threading.RLock()
         segments.replay_one(graph)
-        result = self._called(part)
-        segments.parts.append(EagerSegment(part, result, grads))
+        with torch.no_grad():
+            if self._done is not None:
+                called = do_again(self._done, part)
+            else:
+                called = call_apart(part, self._settings.undo)
+            segment = EagerSegment(part, called, grads)
+        segments.parts.append(segment)
         self._begin()
-        return result
-
-    @torch.no_grad()
-    def _called(self, part: EagerPart) -> Any:
-        if self._done is not None:
-            return do_again(self._done, part)
-        if self._settings.undo is not None:
-            return call_apart(part, self._settings.undo)
-        with under_way(None):
-            return part()
+        return segment.result
 
 
 _hooks: Any = torch._C._autograd

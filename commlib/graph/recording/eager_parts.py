@@ -6,12 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.core import observers
+from commlib.core.tensors import has_memory, parts
 from commlib.errors import GraphError
 from commlib.graph.calls.key_values import value
-from commlib.graph.watching.runs import DonePart, EagerPart, current, do_again, name_of
+from commlib.graph.operators.schema import memory
+from commlib.graph.watching.runs import (
+    Called,
+    DonePart,
+    EagerPart,
+    current,
+    do_again,
+    memory_in,
+    name_of,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (bool, int, float, complex, str, type(None))  # what a program computes with
@@ -26,7 +36,8 @@ def eager(fn: F) -> F:
 
     Args:
         fn: The function. At each call it must return tensors of the same shapes and dtypes, and the
-            same plain values. No gradient flows through it.
+            same plain values. A tensor that it returns and has not made itself must be the same one
+            at each call, or a copy of it (``clone()``). No gradient flows through it.
 
     Returns:
         A function with the same signature.
@@ -51,7 +62,15 @@ def is_eager(fn: Callable[..., Any]) -> bool:
 
 
 class EagerSegment:
-    """An eager part: called at every replay, its tensors copied to where the graph reads them."""
+    """An eager part: called at every replay, its tensors copied to where the graph reads them.
+
+    That is the memory of what it made in the capture. What else it returns, such as an argument, is
+    read in place: a replay writes to no tensor of the program.
+
+    Attributes:
+        result: What it returned in the capture.
+        written: Memory that it wrote to in the capture.
+    """
 
     nodes = nbytes = 0
     reads: str | None = None
@@ -59,18 +78,26 @@ class EagerSegment:
     def __init__(
         self,
         part: EagerPart,
-        result: Any,
+        called: Called,
         grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     ) -> None:
         """Store the part.
 
         Args:
             part: The marked function with its arguments.
-            result: What it returned in the capture.
+            called: What it did in the capture.
             grads: Leaves, and the gradients that the graphs before it leave them.
         """
-        self._part, self._grads = part, grads
-        self._kept = tree_leaves(result)
+        self._part, self._grads, self._own = part, grads, called.own
+        leaves, spec = tree_flatten(called.result)
+        pairs = zip(leaves, called.own, strict=True)
+        self._kept = [_readable(x) if own else x for x, own in pairs]
+        self.result, self.written = tree_unflatten(self._kept, spec), called.written
+
+    def made(self, key: int) -> bool:
+        """Return True for memory that the part has made, as for its results."""
+        pairs = zip(self._kept, self._own, strict=True)
+        return any(own and key in memory_in(x) for x, own in pairs)
 
     def replay(self, done: list[DonePart] | None = None) -> None:
         """Call it again, or do again what the first of ``done`` did in a verified call.
@@ -82,20 +109,32 @@ class EagerSegment:
             if leaf.grad is not grad:
                 leaf.grad = grad
         with torch.no_grad():
-            found = tree_leaves(self._part() if done is None else do_again(done, self._part))
+            result = self._part() if done is None else do_again(done, self._part).result
+            found = tree_leaves(result)
             if list(map(_shape, found)) != list(map(_shape, self._kept)):
                 raise GraphError(
                     f"{name_of(self._part)}, an eager part, returns something else than at the "
                     f"capture, where the graph has its shapes and plain values; return tensors of "
                     f"one shape and dtype, or nothing, or make the values part of key="
                 )
-            for kept, new in zip(self._kept, found, strict=True):
-                if isinstance(kept, torch.Tensor) and kept is not new:
+            for kept, new, own in zip(self._kept, found, self._own, strict=True):
+                if own:
                     kept.copy_(new)
+                elif isinstance(kept, torch.Tensor):
+                    self._check_same(kept, new, verified=done is not None)
+
+    def _check_same(self, kept: torch.Tensor, new: torch.Tensor, *, verified: bool) -> None:
+        """Raise unless the graph reads ``new``; in a verified call a copy of it was returned."""
+        if not (_is_same(kept, new) or (verified and _holds_same(kept, new))):
+            raise GraphError(
+                f"{name_of(self._part)}, an eager part, returns another tensor than at the "
+                f"capture, and did not make that one, so that no replay may write to it; return a "
+                f"copy of it (clone())"
+            )
 
     def release(self) -> None:
         """Keep nothing."""
-        self._kept, self._grads = [], []
+        self.result, self._kept, self._own, self._grads = None, [], [], []
 
 
 def _shape(x: Any) -> Any:
@@ -103,3 +142,23 @@ def _shape(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.shape, x.dtype, x.device
     return value(x) if isinstance(x, _PLAIN) else type(x)
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Return what a part has made itself; of an array, which the program may hold, a copy."""
+    arrays = [part for part in parts(x) if memory(part) and not part.untyped_storage().resizable()]
+    return x.clone() if arrays else x
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True for the same elements in the same memory."""
+    pairs = zip(parts(one), parts(other), strict=True)
+    return one is other or all(
+        has_memory(x) and has_memory(y) and (x.data_ptr(), x.stride()) == (y.data_ptr(), y.stride())
+        for x, y in pairs
+    )
+
+
+def _holds_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True for equal elements; NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

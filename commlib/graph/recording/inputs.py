@@ -1,6 +1,7 @@
 """Addresses of the arguments that graphs read: the first caller's tensors, or copies."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from commlib.graph.calls.leaves import Tensors
 from commlib.graph.operators.layout import copy_of, elements, in_memory, is_packed
 from commlib.graph.operators.overlap import Span, overlaps, span
 from commlib.graph.operators.unsupported import check_unreadable
+from commlib.graph.recording.eager_parts import EagerSegment
 from commlib.graph.recording.segments import Segments
 
 
@@ -32,6 +34,8 @@ class Touched(NamedTuple):
         """Return what the graphs do so far with the arguments ``given``."""
         memories = [recorder.memory for recorder in segments.recorders]
         written = {key for memory in memories for key in memory.written}
+        eager = [part for part in segments.parts if isinstance(part, EagerSegment)]
+        written |= {key for part in eager for key in part.written}
         places = [x.untyped_storage()._cdata for x in given]
         read = [item for memory in memories for item in memory.read.items()]
         wrote = [item for memory in memories for item in memory.wrote.items()]
@@ -62,6 +66,7 @@ class Inputs:
         # Those of them that have gaps, or elements twice, or that are conjugate or negative views.
         self._odd: set[int] = set()
         self._read: list[torch.Tensor] = []  # kept alive
+        self._written_by_parts: list[int] = []  # positions, in the last replay
 
     def make_room(self, call: Arguments, positions: Iterable[int]) -> None:
         """Give the graphs their own copies of some arguments; the same ones share one."""
@@ -95,10 +100,19 @@ class Inputs:
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy what a replay has written from the graphs' memory to the caller's tensors."""
-        for i in self.touched.written:
+        for i in {*self.touched.written, *self._written_by_parts}:
             if i in self.copies:
                 with torch.no_grad():
                     tensors[i].copy_(self.copies[i])
+
+    @contextmanager
+    def noting_writes(self) -> Iterator[None]:
+        """Note which copies eager parts write to inside a ``with`` block, as some calls may do."""
+        copies = [(i, x) for i, x in self.copies.items() if not x.is_inference()]
+        before = [x._version for _, x in copies]
+        yield
+        pairs = zip(copies, before, strict=True)
+        self._written_by_parts = [i for (i, x), count in pairs if x._version != count]
 
     def _elements(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         return elements(in_memory(tensor)) if i in self._odd else tensor

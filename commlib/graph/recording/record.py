@@ -21,7 +21,7 @@ _HINTS = {  # what the driver or torch says, and what that means here
         "; an autograd node that an eager forward has made on the default stream is still held: "
         "delete that forward's outputs first, or run it on another stream"
     ),
-    "'Tensor' object has no attribute": (
+    "object has no attribute": (
         "; a graph has other tensors in place of the arguments, without what the program has set "
         "on these: pass the value itself as an argument"
     ),

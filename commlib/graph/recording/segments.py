@@ -46,7 +46,10 @@ class Segments:
 
     def made(self, key: int) -> bool:
         """Return True if the memory that ``key`` names is the graphs' own."""
-        return any(key in recorder.memory.made for recorder in self.recorders)
+        if any(key in recorder.memory.made for recorder in self.recorders):
+            return True
+        eager = [part for part in self.parts if isinstance(part, EagerSegment)]
+        return any(part.made(key) for part in eager)
 
     @property
     def names(self) -> list[str]:

@@ -32,7 +32,8 @@ class CallEffects:
         self._inputs, self._rooms, self._copy = inputs, recipe.rooms, recipe.copy
         self._grads = grads
         self._leaves = [leaf for leaf, _ in grads]
-        self.gives = bool(inputs.touched.written or grads or bindings.names)
+        broken = recipe.findings.broken  # an eager part may write to an argument
+        self.gives = bool(inputs.touched.written or grads or bindings.names or broken)
         self._known: dict[Any, Effects] = {}  # of a backward or a call, and of how many graphs
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -79,8 +79,7 @@ class CapturedCall:
             done: What the eager parts did already in a verified call.
         """
         arguments = range(len(call.tensors) - call.grads)
-        own = self._recipe.own_inputs
-        if own:
+        if own := self._recipe.own_inputs:
             self.inputs.make_room(call, arguments)
         self._record(call, gradients, again=later, done=done)
         if self.segments.reads and not own:  # a later capture may find other values
@@ -170,8 +169,9 @@ class CapturedCall:
 
     def _replay_parts(self, call: Arguments, done: Done) -> None:
         """Replay graphs and eager parts; these find the gradients that the graphs have."""
-        before = self._bindings.now()
-        with kept_grads(self._recipe.findings.leaves), reading(call, self.inputs.of(call)):
+        before, inputs = self._bindings.now(), self.inputs
+        leaves = self._recipe.findings.leaves
+        with kept_grads(leaves), reading(call, inputs.of(call)), inputs.noting_writes():
             self.segments.replay(done)
         self._bindings.check(before)
 

@@ -91,7 +91,8 @@ class Verification(NamedTuple):
             return self._run(fn, replay)
 
     def _run(self, fn: Callable[[], Any], replay: Replay) -> Verified:
-        effects, run, watch = self.effects, VerifiedRun(self.roots), Stopwatch(self.segments.device)
+        effects, watch = self.effects, Stopwatch(self.segments.device)
+        run = VerifiedRun(self.roots, self.reachable)
         before, counts = effects.now(), WriteCounts(self.reachable)
         objects = PythonState(self.roots)
         began = time.perf_counter()

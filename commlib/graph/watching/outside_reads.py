@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -78,8 +79,14 @@ class OutsideReads:
         return self._those([place for place, read in self.reads.items() if read.key in keys])
 
     def _those(self, places: Iterable[_Place]) -> "OutsideReads":
-        reads = {place: self.reads[place] for place in places}
-        return OutsideReads(reads, {x.key: self.storages[x.key] for x in reads.values()})
+        """Return some of the reads; the tensors of an operator are numbered among these alone."""
+        found = OutsideReads()
+        for number, index in places:
+            read = self.reads[number, index]
+            free = next(i for i in count() if (number, i) not in found.reads)
+            found.reads[number, free] = read
+            found.storages[read.key] = self.storages[read.key]
+        return found
 
     def join(self, other: "OutsideReads", begin: int) -> None:
         """Add the reads of a run that goes on after ``begin`` operators."""

@@ -6,15 +6,18 @@ makes. Everything else gets what it needs as arguments.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from commlib.core import observers
+from commlib.core.tensors import parts
 from commlib.errors import GraphError
+from commlib.graph.operators.schema import memory
 from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
 from commlib.graph.watching.effects import Effects
@@ -23,7 +26,7 @@ from commlib.graph.watching.real_call import RealCall
 from commlib.graph.watching.undo import UndoLog
 from commlib.streams import capturing
 
-EagerPart = Callable[[], Any]  # a marked function with its arguments
+EagerPart = partial[Any]  # a marked function with its arguments
 
 
 class Run(Protocol):
@@ -72,10 +75,48 @@ def check_foreign() -> None:
         raise GraphError("a capture can't begin inside another one; make this call once before it")
 
 
-def call_apart(part: EagerPart, undo: UndoLog) -> Any:
-    """Return ``part()``, called without observers; ``undo`` notes what it changes."""
+class Called(NamedTuple):
+    """The result of an eager part, and its writes.
+
+    Attributes:
+        result: What it returned.
+        own: Of each leaf of the result, whether it is a tensor that the part has made.
+        written: The memory that it has written to.
+    """
+
+    result: Any
+    own: Sequence[bool]
+    written: Set[int]
+
+    def writes(self, x: Any) -> bool:
+        """Return True for a tensor that it has written to."""
+        return isinstance(x, torch.Tensor) and not self.written.isdisjoint(memory_in(x))
+
+
+def memory_in(x: torch.Tensor) -> list[int]:
+    """Return the memory of a tensor, or of what it holds."""
+    return [memory(part) for part in parts(x)]
+
+
+def arguments_of(part: EagerPart) -> list[Any]:
+    """Return the leaves of its arguments."""
+    return tree_leaves((part.args, part.keywords))
+
+
+def call_apart(part: EagerPart, undo: UndoLog | None) -> Called:
+    """Call ``part`` without observers; ``undo`` notes what it changes, where that is put back."""
     with under_way(None), observers.unwatched(), collection():
-        return RealCall(torch.device("cpu"), (), undo=undo).run(part)
+        call = RealCall(torch.device("cpu"), (), copies=undo is not None, undo=undo)
+        result = call.run(part)
+    return Called(result, [_has_made(call, x) for x in tree_leaves(result)], call.written)
+
+
+def _has_made(call: RealCall, x: Any) -> bool:
+    """Return True for a tensor that a call has made, or that is over the memory of an array."""
+    if not isinstance(x, torch.Tensor):
+        return False
+    storages = [part.untyped_storage() for part in parts(x) if memory(part)]
+    return all(call.has_made(each) or not each.resizable() for each in storages)
 
 
 class WarmUpRun:
@@ -105,7 +146,7 @@ class WarmUpRun:
         before = PythonState(self._roots)
         if self.positions is not None:
             self.positions.note_draws()
-        found = call_apart(part, self._undo)
+        found = call_apart(part, self._undo).result
         if self.positions is not None:
             self.positions.begin_draws()
         self.changed |= {(change.where, change.name): change.now for change in before.changes()}
@@ -115,48 +156,82 @@ class WarmUpRun:
 class DonePart:
     """An eager part of a verified call: what it returned, and what it left."""
 
-    def __init__(self, part: EagerPart) -> None:
-        self._undo = UndoLog()
-        self.result = call_apart(part, self._undo)
-        self._kept = tree_map_only(torch.Tensor, torch.Tensor.clone, self.result)
+    def __init__(self, part: EagerPart, reachable: Sequence[torch.Tensor]) -> None:
+        """Call ``part``; ``reachable``: tensors whose gradients it may change."""
+        self._undo, self._given = UndoLog(), arguments_of(part)
+        called = call_apart(part, self._undo)
+        self.result = called.result
         self.effects = self._undo.effects()
         self._left = self.effects.now()
+        positions = {id(x): i for i, x in enumerate(self._given) if isinstance(x, torch.Tensor)}
+        self._passed = [positions.get(id(x)) for x in tree_leaves(self.result)]
+        self._copies = tree_map_only(torch.Tensor, torch.Tensor.clone, self.result)
+        self._written = [(i, x.clone()) for i, x in enumerate(self._given) if called.writes(x)]
+        grads = [(x, x.grad) for x in reachable if x.is_leaf and x.requires_grad]
+        self._grads = [(x, g, g.clone()) for x, g in grads if g is not None and called.writes(g)]
 
     def restore(self) -> None:
         """Put back what the part has changed."""
         self._undo.restore()
 
-    def again(self) -> Any:
-        """Change it once more, and return what the part returned."""
+    def again(self) -> None:
+        """Change it once more."""
         self.effects.put(self._left)
-        return self._kept
+
+    def again_for(self, part: EagerPart) -> Called:
+        """Change it once more, and what ``part`` has in its place; return what the part returned.
+
+        A graph gives the part other tensors, and leaves have other gradients in a replay.
+        """
+        self.again()
+        given = arguments_of(part)
+        if len(given) != len(self._given):
+            raise GraphError(f"{name_of(part)}, an eager part, gets other arguments in its graph")
+        pairs = [(given[i], self._given[i], content) for i, content in self._written]
+        pairs += [(leaf.grad, grad, content) for leaf, grad, content in self._grads]
+        for now, then, content in pairs:
+            if isinstance(now, torch.Tensor) and now is not then:
+                now.copy_(content)
+        leaves, spec = tree_flatten(self._copies)
+        passed = self._passed
+        found = [x if i is None else given[i] for i, x in zip(passed, leaves, strict=True)]
+        own = [i is None and torch.is_tensor(x) for i, x in zip(passed, leaves, strict=True)]
+        written = {key for i, _ in self._written for key in memory_in(given[i])}
+        return Called(tree_unflatten(found, spec), own, written)
 
 
 def name_of(part: EagerPart) -> str:
     """Return the name of a marked function."""
-    return str(getattr(getattr(part, "func", part), "__qualname__", ""))
+    return str(getattr(part.func, "__qualname__", type(part.func).__qualname__))
 
 
-def do_again(done: list[DonePart], part: EagerPart) -> Any:
-    """Repeat the effects of the next of ``done`` in place of ``part``; return its result."""
+def do_again(done: list[DonePart], part: EagerPart) -> Called:
+    """Do what the next of ``done`` did, in place of ``part``."""
     if not done:
         raise GraphError(f"{name_of(part)}, an eager part, was not called by the function")
-    return done.pop(0).again()
+    return done.pop(0).again_for(part)
 
 
 class VerifiedRun:
     """A real call whose graph is replayed after it: eager parts run in the real call alone."""
 
-    def __init__(self, roots: Sequence[object] = ()) -> None:
-        """``roots``: what leads to the Python objects that eager parts may change."""
+    def __init__(
+        self, roots: Sequence[object] = (), reachable: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Store what eager parts may change.
+
+        Args:
+            roots: What leads to Python objects.
+            reachable: Tensors, whose gradients they may change too.
+        """
         self.changed: set[tuple[int, str]] = set()  # by eager parts
         self.parts: list[DonePart] = []
-        self._roots = roots
+        self._roots, self._reachable = roots, reachable
 
     def eager_part(self, part: EagerPart) -> Any:
         """Return ``part()``, and keep its effects."""
         before = PythonState(self._roots)
-        self.parts.append(DonePart(part))
+        self.parts.append(DonePart(part, self._reachable))
         self.changed |= {(change.where, change.name) for change in before.changes()}
         return self.parts[-1].result
 
