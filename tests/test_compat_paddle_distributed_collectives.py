@@ -136,6 +136,22 @@ def test_exchanges(ring: Any, mode: str) -> None:
 
 
 @runs_on("ranks")
+def test_new_tensors_take_part_in_gradients(ring: Any) -> None:
+    """Each tensor of a list that was empty can be changed in place."""
+    x, parameter = given(ring)[0], torch.ones(SHAPE, device=ring.device, requires_grad=True)
+    filled: list[list[Tensor]] = [[], [], []]
+    dist.all_gather(filled[0], x)
+    stream.alltoall(filled[1], [x, x])
+    dist.gather(x, filled[2], 0)
+    for outputs in filled:
+        for out in outputs:
+            before = out.clone()
+            out.mul_(parameter).sum().backward()
+            assert_bits_equal(parameter.grad, before, "gradient")
+            parameter.grad = None
+
+
+@runs_on("ranks")
 def test_the_input_is_first_without_stream(ring: Any) -> None:
     """The two modules take their arguments in opposite orders."""
     x, arrays = given(ring)

@@ -84,7 +84,7 @@ def delivery(outputs: list[Tensor], parts: Sequence[Tensor]) -> Callable[[], Non
     """Put ``parts`` into an empty list at once; return the copy into the tensors of any other."""
     if outputs:
         return partial(_copy, [one.detach() for one in outputs], parts)
-    outputs.extend(parts)
+    outputs.extend(part.detach() for part in parts)  # autograd lets no view be written to
     return None
 
 
