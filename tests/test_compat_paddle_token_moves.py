@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from commlib import graph
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests.support.checks import Array, assert_equal, raises, sample, wide
+from tests.support.checks import Array, assert_bits_equal, assert_equal, raises, sample, wide
+from tests.support.runs_on import runs_on
 
 Tensor = torch.Tensor
 TOKENS, HIDDEN, EXPERTS = 7, 3, 4
@@ -134,6 +136,24 @@ def test_permute(alignment: int, dtype: torch.dtype) -> None:
     assert x.grad is not None and chances.grad is not None
     assert_equal(wide(x.grad).tolist(), np.repeat(routes.sum(1)[:, None], HIDDEN, 1).tolist())
     assert_equal(chances.grad.tolist(), (2.0 * routes).tolist())
+
+
+@runs_on("cpu_ranks")
+def test_captured_on_a_cpu(comm: Any) -> None:
+    """Replays place the tokens by their own routes."""
+    scale = chances = torch.ones(ROUTES.shape)
+
+    def moved(x: Tensor, routes: Tensor) -> Any:
+        rows, row_map, *_ = paddle.moe_permute(x, scale, routes, chances, EXPERTS, COUNTS, 4)
+        return rows, row_map
+
+    captured = graph.capture(moved, outputs="copy")
+    for seed in range(4):
+        x = sample(comm.rank, (len(ROUTES), HIDDEN), torch.float32, seed)
+        routes = ROUTES.roll(seed, 0)
+        for got, want in zip(captured(x, routes), moved(x, routes), strict=True):
+            assert_bits_equal(got, want, f"replay {seed}")
+    assert_equal([row["eager"] for row in graph.report(captured)], [None], "captured, not eager")
 
 
 def test_permute_of_bytes() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from commlib.streams import capturing
+from commlib.streams import sees_capture
 
 Tensor = torch.Tensor
 
@@ -130,7 +130,7 @@ def _padded(
             f"tokens_per_expert; expected an alignment of 1 or more and {experts} counts, one per "
             f"expert"
         )
-    if not capturing() and not torch.compiler.is_compiling():
+    if not sees_capture(routemap) and not torch.compiler.is_compiling():
         routed = routemap[routemap >= 0].long()
         real = torch.bincount(routed, minlength=experts).tolist()
         if real != counts:
