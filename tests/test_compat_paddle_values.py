@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from commlib import graph
 from commlib.compat import paddle
 from commlib.errors import (
     ArgumentError,
@@ -230,6 +231,24 @@ def test_dynamic_shape_on_the_wire(comm: Any) -> None:
     assert_bits_equal(paddle.recv_v2([2, 3], 5, 0, 0, True), np.ones((2, 3)), "data")
     with raises(ShapeError, 65, "rank 0", "dynamic_shape=True"):
         paddle.recv_v2(peer=0, dynamic_shape=True)
+
+
+@runs_on("cpu_ranks")
+def test_dynamic_shape_in_a_captured_function(comm: Any) -> None:
+    """Both sides raise: a replay would keep the shape of the first call."""
+    peer, x = 1 - comm.rank, torch.ones(3)
+    dynamic: Any = {"use_calc_stream": True, "dynamic_shape": True}
+
+    def passed(x: Tensor) -> Tensor:
+        if comm.rank == 0:
+            paddle.send_v2(x, 0, peer, **dynamic)
+            return x
+        return paddle.recv_v2(peer=peer, **dynamic)
+
+    assert_bits_equal(passed(x), x, "eager")
+    with raises(ArgumentError, "dynamic_shape=True inside a capture", "dynamic_shape=False"):
+        graph.capture(passed)(x)
+    assert_bits_equal(passed(x), x, "eager after it")
 
 
 # -- gradients -------------------------------------------------------------------------------------

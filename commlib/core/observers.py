@@ -15,6 +15,7 @@ from commlib.core.compiler import untraced
 from commlib.core.ring import Ring
 from commlib.core.work import Pending, Work
 from commlib.deadlines import Deadline
+from commlib.streams import capturing
 
 
 class Seen(NamedTuple):
@@ -72,6 +73,11 @@ def looking_on() -> tuple[Observer, ...]:
     """Return the observers of what this thread does; a backward's threads have their caller's."""
     here = (*_get_current_dispatch_mode_stack(), *inside.observers)
     return tuple(observer for observer in observers if any(observer is mode for mode in here))
+
+
+def captured() -> bool:
+    """Return True if the calls here are captured, by a CUDA stream or a recording on a CPU."""
+    return inside.recording is not None or capturing()
 
 
 def refusing() -> bool:

@@ -7,10 +7,10 @@ import torch
 from commlib import ops
 from commlib.compat.paddle.checks import detached, position, ring_of, tensor
 from commlib.compat.paddle.dtypes import dtype_of
+from commlib.core import observers
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, ShapeError
 from commlib.ops.registered.library import needs_op, raw_output
-from commlib.streams import capturing
 
 _MOST_DIMS = 64
 
@@ -148,7 +148,7 @@ def _recv_shape(ring: CommContext, peer: int, use_calc_stream: bool) -> tuple[in
 def _on_host(ring: CommContext, name: str) -> None:
     """Raise where the host can't read a received shape: compiled code, captures and groups."""
     scope = "compiled code, or under a mode that traces" if needs_op() else None
-    if scope is None and capturing():
+    if scope is None and observers.captured():
         scope = "a capture"
     if scope is None and ring._open_group is not None:
         scope = "a group"
