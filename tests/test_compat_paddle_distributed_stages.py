@@ -1,10 +1,12 @@
 """compat.paddle.distributed: pipeline stages exchange activations and gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
 import commlib.compat.paddle.distributed as dist
+from commlib import graph
 from commlib.compat.paddle.distributed import fleet, pp_utils
 from commlib.errors import ArgumentError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, sample
@@ -149,6 +151,29 @@ def test_evaluation_between_steps_of_training(ring: Any) -> None:
                 helper.send_forward(x.clone().requires_grad_(), False)
         else:
             helper.recv_forward(False)
+
+
+@runs_on("cpu_ranks")
+def test_captured_on_a_cpu(ring: Any) -> None:
+    """Known forms are part of the graph; forms that each call reads are an error on both sides."""
+    with own_groups():
+        two_stages()
+        helpers = pp_utils.P2pHelper(), pp_utils.P2pHelper(use_cache=False)
+
+        def passed(x: Tensor, helper: pp_utils.P2pHelper) -> Any:
+            if ring.rank == 1:
+                return helper.recv_forward(False)
+            helper.send_forward(x * 2, False)
+            return x * 2
+
+        known, read = (
+            graph.capture(partial(passed, helper=one), outputs="copy") for one in helpers
+        )
+        for seed in range(4):
+            x = drawn(seed, ring)
+            assert_bits_equal(known(x), x * 2, f"replay {seed}")
+        with raises(ArgumentError, "use_cache=False inside a capture", "use_cache=True"):
+            read(x)
 
 
 LENGTHS = (2, 3, 5)

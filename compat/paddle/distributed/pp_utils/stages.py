@@ -22,6 +22,7 @@ from commlib.compat.paddle.distributed.pp_utils.slices import (
     batch_send_recv_on_calc_stream,
 )
 from commlib.compat.paddle.distributed.tasks import Task
+from commlib.core import observers
 from commlib.errors import ArgumentError, ShapeError
 
 Tasks = list[Task] | None
@@ -259,6 +260,11 @@ class P2pHelper:
             for way, _ in takes
             if way not in forms
         }
+        if (news or messages) and not self._use_cache and observers.captured():
+            raise ArgumentError(
+                f"{ring._describe('P2pHelper')}: use_cache=False inside a capture, where the shape "
+                f"can't be read; pass use_cache=True, or call it in plain eager code"
+            )
         with ring.group():
             for _, form, peer in news:
                 ring.send(form.message(ring.device), peer=pipe.ranks.index(peer))
