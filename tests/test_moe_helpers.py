@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib import ops
+from commlib import graph, ops
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
-from tests.support.checks import assert_bits_equal, raises
+from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.examples import examples
 from tests.support.operator import compile_whole
 from tests.support.runs_on import runs_on
@@ -174,6 +174,20 @@ def test_captured_total(comm: Any) -> None:
             ops.assign_pos(ids, cum_count)
     graph.replay()
     assert_bits_equal(out, want, "captured")
+
+
+@runs_on("cpu_ranks")
+def test_captured_on_a_cpu(comm: Any) -> None:
+    """A captured function needs ``total``; it raises instead of keeping the first one."""
+    captured = graph.capture(ops.assign_pos, outputs="copy")
+    for seed in range(5):
+        ids = gate_inputs("cpu", seed)[0]
+        cum_count = ops.number_count(ids, 4).cumsum(0)
+        want = ops.assign_pos(ids, cum_count)
+        assert_bits_equal(captured(ids, cum_count, total=ids.numel()), want, f"replay {seed}")
+        with raises(ArgumentError, "a capture can't read cum_count[-1]", "total="):
+            captured(ids, cum_count)
+    assert_equal([row["eager"] for row in graph.report(captured)], [None], "captured, not eager")
 
 
 def test_refusals() -> None:

@@ -6,7 +6,7 @@ from commlib.errors import ArgumentError
 from commlib.ops.expert_parallel._number_count import number_count
 from commlib.ops.expert_parallel.ids import check_ids, check_number
 from commlib.ops.registered.library import needs_op, register
-from commlib.streams import capturing
+from commlib.streams import sees_capture
 
 
 def assign_pos(
@@ -22,8 +22,8 @@ def assign_pos(
             are skipped.
         cum_count: Inclusive sums of ``number_count``, on the CPU or on the device of ``x``.
         total: ``cum_count[-1]``, if the program has it. Without it the host waits for the number
-            and compares ``cum_count`` with ``x``. In a capture ``cum_count`` must then be on the
-            CPU and is not compared.
+            and compares ``cum_count`` with ``x``. A capture on a GPU then needs ``cum_count`` on
+            the CPU and does not compare it; a capture on a CPU needs ``total``.
 
     Returns:
         int64 [cum_count[-1]], positions in the flattened ``x``.
@@ -55,22 +55,23 @@ def _counted(x: torch.Tensor, cum_count: torch.Tensor) -> int:
     """Return cum_count[-1] after comparing the counts with ``x``."""
     if not len(cum_count):
         return 0
-    if x.is_cuda and capturing():
-        if cum_count.is_cuda:
+    if sees_capture(x):
+        if cum_count.device == x.device:
             raise ArgumentError(
                 "assign_pos: a capture can't read cum_count[-1]; pass total=, the number of tokens "
                 "that have an expert"
             )
         return int(cum_count[-1])
     expected = number_count(x, len(cum_count)).cumsum(0).to(cum_count.device)
-    total, differing = torch.stack([cum_count[-1].long(), (expected != cum_count).sum()]).tolist()
-    if differing:
+    differing = (expected != cum_count).sum()
+    total, wrong = (int(each) for each in torch.stack([cum_count[-1].long(), differing]).cpu())
+    if wrong:
         at = int((expected != cum_count).nonzero()[0])
         raise ArgumentError(
             f"assign_pos: cum_count[{at}] is {int(cum_count[at])}; {int(expected[at])} ids of x "
             f"are 0 to {at}; set cum_count = ops.number_count(x, {len(cum_count)}).cumsum(0)"
         )
-    return int(total)
+    return total
 
 
 def _fake(x: torch.Tensor, cum_count: torch.Tensor) -> torch.Tensor:
