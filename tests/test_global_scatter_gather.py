@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commlib
-from commlib import ops
+from commlib import graph, ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
 from tests.support.checks import (
     Array,
@@ -221,6 +221,20 @@ def test_captured(comm: Any) -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
         ops.global_scatter(x, **there)
+
+
+@runs_on("cpu_ranks")
+def test_captured_on_a_cpu(comm: Any) -> None:
+    """A captured function raises instead of keeping the counts of the first call."""
+    counts = drawn(comm.size, 2, 4, 2)
+    mine = own_counts(comm, counts)
+    x = inputs(counts, 2, torch.float32)[comm.rank]
+    there = ops.global_scatter(x, **mine)
+    for call, rows in ((ops.global_scatter, x), (ops.global_gather, there)):
+        captured: Any = graph.capture(call)
+        with raises(ArgumentError, call.__name__, "local_count is on cpu", "pass capacity="):
+            captured(rows, **mine)
+        call(rows, **mine)  # the ring is still usable
 
 
 @runs_on("ranks")

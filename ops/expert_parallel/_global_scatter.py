@@ -20,9 +20,10 @@ def global_scatter(
     """Send the rows of every rank to their experts.
 
     The gradient is ``global_gather``. The ranks compare their counts first, which blocks the host;
-    counts on a GPU are waited for. Under capture the counts must be on the CPU and become part of
-    the graph. With ``capacity`` the counts stay on the device: the host waits for nothing, and a
-    graph can be replayed with other counts. Source: operator ``global_scatter``.
+    counts on a GPU are waited for. A capture on a GPU needs counts on the CPU, which become part of
+    the graph; a capture on a CPU needs ``capacity``. With it the counts stay on the device: the
+    host waits for nothing, and a graph can be replayed with other counts. Source: operator
+    ``global_scatter``.
 
     Args:
         x: [rows, width] of any dtype, ordered by receiving rank, then expert.

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from commlib.core import observers
 from commlib.core.context import CommContext
 from commlib.core.group import needs_result
 from commlib.core.manager import comm
@@ -14,7 +15,6 @@ from commlib.ops.agreement import Fact, check_ranks_agree, refuse_together
 from commlib.ops.registered.library import needs_op, register
 from commlib.ops.registered.traced_ring import size_of, sized
 from commlib.p2p.routes import routes
-from commlib.streams import capturing
 
 Table = np.ndarray[Any, Any]
 COLLECTIVES = {False: "global_scatter", True: "global_gather"}
@@ -64,11 +64,15 @@ def _checked(
     for role, counts in (("local_count", local_count), ("global_count", global_count)):
         check_counts(ring, where, role, counts)
         check_readable(ring, collective, role, counts)
-        if counts.is_cuda and capturing():
+        if counts.device == ring.device and observers.captured():
+            remedy = "pass capacity="
+            if counts.is_cuda:
+                remedy += (
+                    f", or make the counts a part of the graph: set {role} = {role}.cpu() before "
+                    f"the capture"
+                )
             raise ArgumentError(
-                f"{where}: {role} is on {counts.device}, and a capture can't read it; pass "
-                f"capacity=, or make the counts a part of the graph: set {role} = {role}.cpu() "
-                f"before the capture"
+                f"{where}: {role} is on {counts.device}, and a capture can't read it; {remedy}"
             )
     if len(local_count) != len(global_count):
         raise ShapeError(
