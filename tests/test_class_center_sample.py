@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commlib
-from commlib import ops
+from commlib import graph, ops
 from commlib.errors import ArgumentError, DeviceError, DtypeError, RingError, ShapeError
 from commlib.ops.classification.label_batch import Batch
 from commlib.ops.classification.permutation import permuted
@@ -340,6 +340,24 @@ def test_any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], i
         edges = [0, sizes[0], sum(sizes)]
         whole = Batch(label.cpu()).sampled(edges, comm.rank, samples, seed)[1]
         assert_bits_equal(drawn, whole[: len(drawn)], "as on a CPU")
+
+
+@runs_on("cpu_ranks")
+def test_captured_on_a_cpu(comm: Any) -> None:
+    """A captured function makes the call in an eager part, where its labels are read."""
+
+    def padded(label: torch.Tensor) -> Any:
+        return sample_of(label, 50, 3, seed=6, padded=True)
+
+    for call in (padded, lambda label: sample_of(label, 50, 3, seed=6)):
+        with raises(ArgumentError, "on a CPU", "padded=True", "commlib.graph.eager"):
+            graph.capture(call)(labels(30, 100, torch.int64))
+    part = graph.eager(padded)
+    captured = graph.capture(lambda label: part(label * 1), outputs="copy")
+    for seed in range(4):
+        label = labels(30, 100, torch.int64, seed)
+        for got, want in zip(captured(label), padded(label), strict=True):
+            assert_bits_equal(got, want, f"replay {seed}")
 
 
 # -- on GPUs -------------------------------------------------------------------------------------

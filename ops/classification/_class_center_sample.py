@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import torch
 
+from commlib.core import observers
 from commlib.core.context import CommContext
 from commlib.core.manager import comm
 from commlib.core.validation import check_tensor
@@ -47,7 +48,8 @@ def class_center_sample(
             from torch's generator of the device.
         padded: Pad the samples with -1 to [max(num_samples, min(N, num_classes))], without waiting
             for the GPU, so that a CUDA graph can hold the call; each replay draws again. Labels
-            are then not checked: a label outside the classes becomes -1 and is not sampled.
+            are then not checked: a label outside the classes becomes -1 and is not sampled. On a
+            CPU a captured function makes the call in a part that ``graph.eager`` marks.
         use_calc_stream: No effect: nothing is sent between devices, and everything runs on the
             current stream.
 
@@ -137,6 +139,11 @@ def _check(
         isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEEDS
     ):
         raise ArgumentError(f"{prefix}: seed={seed!r}; expected an int from 0 to 2**62, or None")
+    if not label.is_cuda and observers.captured():
+        raise ArgumentError(
+            f"{prefix}: a capture on a CPU can't hold this call, which reads the labels; call it "
+            f"with padded=True in a function that commlib.graph.eager has marked"
+        )
     if not label.is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     if checked:
