@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from commlib import graph
 from commlib.compat import paddle
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from tests.support.checks import Array, assert_bits_equal, assert_equal, raises, sample, wide
+from tests.support.class_shards import drawn, labels, own
 from tests.support.operator import calls, compile_whole
 from tests.support.runs_on import runs_on
 
@@ -65,6 +67,57 @@ def test_several_labels(comm: Any, summed: bool) -> None:
         assert logits.grad is not None and not softmax.requires_grad
         for got, formula in zip((softmax, loss, logits.grad), want, strict=True):
             np.testing.assert_allclose(wide(got), formula, **CLOSE)
+
+
+@runs_on("ranks")
+def test_ranks_with_different_numbers_of_classes(comm: Any) -> None:
+    """Loss and gradient are those of one rank with all classes, eager and compiled."""
+    sizes = [CLASSES + 2 * rank for rank in range(comm.size)]
+    total = sum(sizes)
+    mine = own(sizes, comm.rank)
+    label = labels((ROWS, LABELS), total, torch.int64)
+    weight = label_and_weight(comm.size)[1]
+    whole = drawn((ROWS, total), torch.float32).requires_grad_()
+    each = whole.log_softmax(1).gather(1, label) * -weight
+    each.sum().backward()
+    assert whole.grad is not None
+    arguments = (label.to(comm.device), weight.to(comm.device))
+    for call in (LOSS, compile_whole(lambda x: LOSS(x, *arguments))):
+        logits = whole.detach()[:, mine].to(comm.device).requires_grad_()
+        softmax, loss = call(logits, *arguments) if call is LOSS else call(logits)
+        loss.sum().backward()
+        for got, want in (
+            (softmax, whole.softmax(1)[:, mine]),
+            (loss, each.sum(1, keepdim=True)),
+            (logits.grad, whole.grad[:, mine]),
+        ):
+            np.testing.assert_allclose(wide(got), wide(want), **CLOSE)
+    arguments[0][0, 0] = total
+    with raises(ArgumentError, f"label {total}; expected a class, 0 to {total - 1}"):
+        LOSS(logits, *arguments)
+    with raises(ShapeError if comm.rank else ArgumentError, "(5, 3)" if comm.rank else "ranks [1]"):
+        LOSS(logits[comm.rank :], *arguments)
+
+
+@runs_on("cpu_ranks")
+def test_several_labels_captured_on_a_cpu(comm: Any) -> None:
+    """Replays have the loss and the gradient of their labels; a label outside gives NaN."""
+    captured = graph.capture(LOSS, outputs="copy")
+    weight = label_and_weight(comm.size)[1]
+    for seed in range(4):
+        label = labels((ROWS, LABELS), CLASSES * comm.size, torch.int64, seed)
+        x = sample(comm.rank, (ROWS, CLASSES), torch.float32, seed)
+        results = []
+        for call in (captured, LOSS):
+            logits = x.clone().requires_grad_()
+            softmax, loss = call(logits, label, weight)
+            loss.sum().backward()
+            results.append((softmax, loss.detach(), logits.grad))
+        for got, want in zip(*results, strict=True):
+            assert_bits_equal(got, want, f"replay {seed}")
+    label[2, 1] = -1
+    loss = captured(x.requires_grad_(), label, weight)[1]
+    assert_equal(loss.isnan().flatten().tolist(), [row == 2 for row in range(ROWS)], "NaN")
 
 
 @runs_on("ranks")

@@ -1,6 +1,7 @@
 """compat.paddle: the legacy losses over sharded classes."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -152,3 +153,13 @@ def test_numbers_of_labels(ring: Any) -> None:
     ids = torch.arange(4, device=device).expand(3, 4)
     loss: Any = mp_ops._c_softmax_with_multi_label_cross_entropy(logits, ids, weights)
     assert_equal(loss.shape, (3, 1), "as many labels as classes")
+    logits = torch.zeros(3, 1 + 3 * ring.rank, device=device)  # one class, and four
+    calls_of_labels: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+        mp_ops._c_softmax_with_cross_entropy,
+        lambda x, ids: mp_ops._c_softmax_with_multi_label_cross_entropy(x, ids, ids.float()),
+    ]
+    for call in calls_of_labels:
+        loss = call(logits, torch.arange(5, device=device).expand(3, 5))
+        assert_equal(loss.shape, (3, 1), "as many labels as the ranks have together")
+        with raises(ArgumentError, "label has 6 labels per row", "1 to 5"):
+            call(logits, torch.zeros(3, 6, dtype=torch.int64, device=device))

@@ -8,7 +8,9 @@ from commlib import ops
 from commlib.compat.paddle.checks import ring_of, ring_of_rank
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, ShapeError
-from commlib.streams import capturing
+from commlib.ops.agreement import refuse_together
+from commlib.ops.classification.shards import flattened, shards_of
+from commlib.streams import sees_capture
 
 Tensor = torch.Tensor
 
@@ -116,7 +118,7 @@ def c_softmax_with_multi_label_cross_entropy(
     add up to 1, and, without the sum, that its labels have one gradient.
 
     Args:
-        logits: [..., D], the classes of this rank; D is the same on every rank.
+        logits: [..., D], the classes of this rank; D may differ between ranks.
         label: [..., C] int32 or int64 class ids, the same on every rank.
         smooth_weight: [..., C] weight of each label.
         ignore_index: Label whose loss and gradient are 0.
@@ -130,24 +132,24 @@ def c_softmax_with_multi_label_cross_entropy(
 
     Raises:
         ArgumentError: ``nranks`` or ``rank`` differs from the ring's, or, outside captures, a label
-            is not a class. In a CUDA graph the loss of such a label is NaN.
+            is not a class. In a graph the loss of such a label is NaN.
         ShapeError: The shapes of ``logits``, ``label`` and ``smooth_weight`` do not fit.
         CommError: As ``ops.all_reduce``.
     """
     name = "c_softmax_with_multi_label_cross_entropy"
     ring = ring_of_rank(name, ring_id, nranks, rank) if nranks or rank else ring_of(name, ring_id)
-    _check_labels(ring, name, logits, label, smooth_weight)
+    start, total_classes = _bounds(ring, name, logits, label, smooth_weight, ignore_index)
     classes = logits.shape[-1]
     ignored = label == ignore_index
-    unknown = ((label < 0) | (label >= classes * ring.size)) & ~ignored
-    if not torch.compiler.is_compiling() and not capturing() and bool(unknown.any()):
+    unknown = ((label < 0) | (label >= total_classes)) & ~ignored
+    if not torch.compiler.is_compiling() and not sees_capture(label) and bool(unknown.any()):
         raise ArgumentError(
             f"{ring._describe(name)}: label {int(label[unknown][0])}; expected a class, 0 to "
-            f"{classes * ring.size - 1}, or ignore_index={ignore_index}"
+            f"{total_classes - 1}, or ignore_index={ignore_index}"
         )
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     x = x - ops.all_reduce(x.detach().amax(-1, keepdim=True), ring_id, op="max")
-    own = label.long() - ring.rank * classes
+    own = label.long() - start
     targets = x.gather(-1, own.clamp(0, classes - 1)).where((own >= 0) & (own < classes), 0)
     exponentials = x.exp()
     parts = torch.cat([exponentials.sum(-1, keepdim=True), targets], dim=-1)
@@ -159,6 +161,27 @@ def c_softmax_with_multi_label_cross_entropy(
     if sum_multi_label_loss:
         loss = loss.sum(-1, keepdim=True)
     return (exponentials / total).detach().to(logits.dtype), loss.to(logits.dtype)
+
+
+def _bounds(
+    ring: CommContext,
+    name: str,
+    logits: Tensor,
+    label: Tensor,
+    smooth_weight: Tensor,
+    ignore_index: int,
+) -> tuple[int | Tensor, int | Tensor]:
+    """Return this rank's first class and the number of all classes, after checking the call."""
+    if torch.compiler.is_compiling():  # compiled code has no exchange between the hosts
+        _check_labels(ring, name, logits, label, smooth_weight)
+        classes = torch.full((1,), logits.shape[-1], device=logits.device)
+        sizes = ops.all_gather(classes, ring.ring_id)
+        return sizes[: ring.rank].sum(), sizes.sum()
+    with refuse_together(ring, name):
+        _check_labels(ring, name, logits, label, smooth_weight)
+    options = [("ignore_index", ignore_index)]
+    shards = shards_of(ring, name, flattened(logits), label.shape[-1], options)
+    return shards.start, shards.total
 
 
 def _check_labels(

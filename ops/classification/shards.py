@@ -186,7 +186,7 @@ class _Message:
             width + width % 2, dtype=dtype
         )  # even, so that int64 rows stay aligned
         stats = packed[offset:width].view(kinds, count)
-        packed[:offset].view(torch.int64).copy_(labels.view(-1))
+        packed[:offset].view(torch.int64).copy_(labels.reshape(-1))
         statistics(rows, stats)
         if cosines is not None:
             stats[3] = cosines

@@ -9,6 +9,7 @@ from commlib.compat.paddle.losses import (
 )
 from commlib.core.context import CommContext
 from commlib.errors import ArgumentError, ShapeError
+from commlib.ops.agreement import check_ranks_agree
 
 Tensor = torch.Tensor
 
@@ -97,7 +98,10 @@ def _with_classes(name: str, ring: CommContext, logits: Tensor, label: Tensor) -
             f"{tuple(logits.shape)}; expected one dim less, or as many"
         )
     label = label if label.dim() == logits.dim() else label.unsqueeze(-1)
-    classes = logits.shape[-1] * ring.size
+    if 1 <= label.shape[-1] <= ring.size or torch.compiler.is_compiling():
+        return label  # each rank has a class; compiled code has no exchange between the hosts
+    sizes = check_ranks_agree(ring, name, [], [logits.shape[-1]])
+    classes = sum(size for (size,) in sizes)
     if not 1 <= label.shape[-1] <= classes:
         raise ArgumentError(
             f"{ring._describe(name)}: label has {label.shape[-1]} labels per row; expected 1 to "
