@@ -165,6 +165,18 @@ def test_a_batch_has_one_work_per_call(ring: Any) -> None:
         assert_equal(torch.equal(late, big), True, "the last message")
 
 
+@runs_on("cpu_ranks")
+def test_dropped_works_go_on(ring: Any) -> None:
+    with initialised(ring, "commlib"):
+        peer, out = 1 - ring.rank, torch.zeros(4096)
+        for turn in range(20):
+            dist.isend(torch.full((4096,), float(turn)), peer)
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((4096,), -1.0), peer)])
+            for expected in (turn, -1):
+                dist.recv(out, peer)
+                assert_equal(out.unique().tolist(), [expected], "received")
+
+
 @runs_on("ranks")
 def test_an_exception_in_a_coalesced_block_drops_its_calls(ring: Any) -> None:
     """Torch records calls for the block, or the group does; neither keeps any of later ones."""

@@ -1,6 +1,10 @@
 """ops.send and ops.recv: one rank hands a tensor to another."""
 
+import gc
+import time
+import weakref
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,6 +129,45 @@ def test_done(comm: Any) -> None:
     else:
         assert_bits_equal(work.wait(), torch.ones(3))
         until(work.done, "done() after wait()")
+
+
+@runs_on("cpu_ranks")
+def test_a_dropped_work_goes_on(comm: Any) -> None:
+    """Each message arrives in its turn, and nothing is kept after that."""
+    peer, how = 1 - comm.rank, MODES["async"]
+    first, out = torch.zeros(4096), torch.zeros(4096)
+    comm.recv(first, peer=peer, **how)
+    for turn in range(50):
+        comm.send(torch.full((4096,), float(turn + comm.rank)), peer=peer, **how)
+        with comm.group(**how):
+            comm.send(torch.full((4096,), turn - 0.5), peer=peer, use_calc_stream=False)
+        if turn:
+            comm.recv(out, peer=peer)
+            assert_bits_equal(out, torch.full((4096,), float(turn + peer)), f"message {turn}")
+        comm.recv(out, peer=peer)
+        assert_bits_equal(out, torch.full((4096,), turn - 0.5), f"message {turn} of a group")
+    assert_bits_equal(first, torch.full((4096,), float(peer)), "a dropped receive")
+    until(lambda: all(one.ended for one in comm._engine._dropped.values()), "released")
+
+
+@runs_on("cpu_ranks")
+def test_a_dropped_work_ends_with_its_ring(comm: Any) -> None:
+    """The peer never takes the messages; nothing waits for that, or keeps the ring."""
+    for end in (commlib.close_ring, partial(commlib.close_ring, abort=True)):
+        ring: Any = commlib.new_ring(71, [0, 1])
+        dropped, alive = ring._engine._dropped, weakref.ref(ring)
+        for _ in range(3):
+            ring.send(torch.ones(1 << 20), peer=1 - comm.rank, **MODES["async"])
+        ring.barrier()
+        assert_equal([one.ended for one in dropped.values()], [False], "ended")
+        begin = time.monotonic()
+        end(71)
+        assert_equal(time.monotonic() - begin < 5, True, "closed at once")
+        until(lambda kept=dropped: all(one.ended for one in kept.values()), "ended")
+        del ring, dropped
+        gc.collect()
+        until(lambda ref=alive: ref() is None, "freed")
+        comm.barrier()
 
 
 @runs_on("ranks")

@@ -155,8 +155,8 @@ class Engine(ABC):
                 if t["peer"] != self.rank and t["rows"]:
                     in_flight.append(self.recv(rows(out, t, "target"), None, int(t["peer"])))
         self.own_rows(out, x, routes)
-        works = [work for handle in in_flight if handle is not None for work in handle.works]
-        return PointToPoint(works) if works else None
+        handles = [handle for handle in in_flight if handle is not None]
+        return PointToPoint.joined(handles) if handles else None
 
     def own_rows(self, out: Tensor, x: Tensor, routes: Routes) -> None:
         """Copy the rows that this rank sends to itself."""

@@ -1,6 +1,7 @@
 """The collectives over a process group: what the gloo and torch.distributed engines share."""
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy as same_but
@@ -23,7 +24,7 @@ from commlib.rendezvous.hosts import HostExchange
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.store import EngineStore
-from commlib.waits import OVER, SLICE_S, Interruptible, PointToPoint
+from commlib.waits import OVER, SLICE_S, Dropped, Interruptible, PointToPoint
 
 Tensor = torch.Tensor
 
@@ -48,6 +49,7 @@ class C10dEngine(Engine):
         self.on_host = identity.device.type == "cpu"
         self._token = torch.zeros(1, dtype=torch.int32, device=identity.device)
         self._apart: list[C10dEngine] = []
+        self._dropped: defaultdict[tuple[str, int], Dropped] = defaultdict(Dropped)
 
     def open(self, meeting: Meeting, deadline: Deadline) -> None:
         """Make the process group."""
@@ -206,14 +208,18 @@ class C10dEngine(Engine):
 
     def send(self, out: None, x: Tensor, peer: int, tag: int = 0) -> Any:
         """Launch a send of the process group."""
-        return self._between_two(self.pg.send([as_bytes(x)], peer, tag))
+        data = as_bytes(x)
+        return self._between_two(self.pg.send([data], peer, tag), data, ("send", peer))
 
     def recv(self, out: Tensor, x: None, peer: int, tag: int = 0) -> Any:
         """Launch a receive of the process group."""
-        return self._between_two(self.pg.recv([as_bytes(out)], peer, tag))
+        data = as_bytes(out)
+        return self._between_two(self.pg.recv([data], peer, tag), data, ("recv", peer))
 
-    def _between_two(self, work: Any) -> Any:
-        return PointToPoint([work], self._limit, self.look) if self.on_host else self._issued(work)
+    def _between_two(self, work: Any, data: Tensor, way: tuple[str, int]) -> Any:
+        if not self.on_host:
+            return self._issued(work)
+        return PointToPoint([work], self._limit, self.look, data, self._dropped[way])
 
     def barrier(self, out: None, x: None) -> Any:
         """Launch a barrier of the process group."""
@@ -261,10 +267,19 @@ class C10dEngine(Engine):
 
     def _release(self, deadline: Deadline) -> None:
         for one in (*self._apart, self):
+            one._end_dropped()
             group, one.pg = [one.pg], None
             if group[0] is not None:
                 release = partial(host_exchange.release, group)
                 self.health.attempt(release, deadline, "releasing the process group")
+
+    def _end_dropped(self) -> None:
+        """End the threads that wait for dropped handles: they would hold the connections."""
+        dropped = list(self._dropped.values())
+        for one in dropped:
+            one.close()
+        if not Deadline(SLICE_S).poll(lambda: all(one.ended for one in dropped)):
+            self.cut()
 
     # -- other orders of calls ---------------------------------------------------------------------
 
@@ -274,7 +289,7 @@ class C10dEngine(Engine):
         Every member calls it. It ends with this engine, or by ``drop``.
         """
         other = same_but(self)
-        other.pg = self._make(store, wait)
+        other.pg, other._dropped = self._make(store, wait), defaultdict(Dropped)
         self._apart.append(other)
         return other
 

@@ -148,9 +148,9 @@ class TorchNCCLEngine(C10dEngine):
                     super().send(None, token[:1], peer)
                     super().recv(token[1:], None, peer)
 
-    def _between_two(self, work: Any) -> Any:
+    def _between_two(self, work: Any, data: torch.Tensor, way: tuple[str, int]) -> Any:
         if self._batched:
-            return super()._between_two(work)
+            return super()._between_two(work, data, way)
         return super()._issued(work)  # of a pair: the group's communicator is still to be made
 
     @contextmanager
