@@ -93,6 +93,21 @@ def test_places_of_queued_calls(ring: Any) -> None:
 
 
 @runs_on("ranks")
+def test_queued_calls_of_one_tensor_are_not_one_operation(ring: Any) -> None:
+    """NCCL runs calls of one pair in their order, so a received tensor may be sent back."""
+    peer, x = 1 - ring.rank, torch.full((1 << 16,), float(ring.rank), device=ring.device)
+    out = x.clone() if ring.rank else x
+    send = Step([partial(ring.send, x, peer=peer)], [x])
+    recv = Step([partial(ring.recv, out, peer=peer)], [out])
+    steps = [(send, -1), (recv, peer)] if ring.rank else [(recv, peer), (send, -1)]
+    works: list[Any] = [pairs.queue(ring, *step) for step in steps]
+    assert_equal(works[0]._queue is works[1]._queue, ring.rank == 1, "one operation")
+    for work in works:
+        work.wait()
+    assert_equal(out.unique().tolist(), [1.0], "what came back")
+
+
+@runs_on("ranks")
 def test_queued_calls_and_the_life_of_a_group(ring: Any) -> None:
     with initialised(ring, OURS[ring.device.type]):
         group: Any = calls_of(dist.group.WORLD)
@@ -126,6 +141,12 @@ def test_a_polled_work_has_its_outputs(ring: Any) -> None:
 def test_a_broken_batch_swallows_no_later_call(ring: Any) -> None:
     with initialised(ring, OURS[ring.device.type]) as world:
         peer, x = 1 - ring.rank, torch.ones(2, device=ring.device)
+        ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x, peer)]
+        with raises(ArgumentError, "out shares memory with x of call 1 (send)"):
+            dist.batch_isend_irecv(ops)
+        with raises(ArgumentError, "of call 1"), _coalescing_manager(device=ring.device):
+            dist.all_reduce(x)
+            dist.all_reduce(x)
         ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x.clone(), peer)]
         ops[1].tensor = torch.ones(2, device="meta")
         calls = ring.report()["calls"]

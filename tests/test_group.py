@@ -145,6 +145,48 @@ def test_left_by_an_exception(comm: Any) -> None:
     assert_equal((work.done(), calls(comm)), (False, before), "done, calls")
 
 
+@runs_on("ranks")
+def test_shared_memory(comm: Any) -> None:
+    """Calls of a group that would race are refused on this rank; the ring goes on."""
+    y, table, peer = torch.ones(8, device=comm.device), torch.ones(4, 4), 1 - comm.rank
+    table, before = table.to(comm.device), calls(comm)
+    racing: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "out shares memory with out of call 1 (all_reduce)": (
+            lambda: comm.all_reduce(y, y),
+            lambda: comm.all_reduce(y, y),
+        ),
+        "out shares memory with out of call 1": (
+            lambda: comm.all_reduce(y[:5], y[:5]),
+            lambda: comm.all_gather(y[4:], torch.ones(2, device=comm.device)),
+        ),
+        "x shares memory with out of call 1 (broadcast)": (
+            lambda: comm.broadcast(y, torch.zeros_like(y), root=1),
+            lambda: comm.all_gather(y),
+        ),
+        "out shares memory with x of call 1 (send)": (
+            lambda: comm.send(y, peer=peer),
+            lambda: comm.recv(y, peer=peer),
+        ),
+        "x shares memory with out of call 1 (all_reduce)": (
+            lambda: comm.all_reduce(table[1], table[1]),
+            lambda: comm.all_reduce(table[:, 2]),
+        ),
+    }
+    for text, (first, second) in racing.items():
+        with raises(ArgumentError, f"on ring 0 (rank {comm.rank}", text), comm.group():
+            first()
+            second()
+    assert_equal(calls(comm), before, "calls launched")
+    sums: list[torch.Tensor] = []
+    with comm.group():  # columns, a row between them, one input twice, and empty tensors
+        for column in (table[1:, :2], table[1:, 2], table[0, 2:]):
+            comm.all_reduce(column, column)
+        sums += [comm.all_reduce(y), comm.all_reduce(y)]
+        comm.all_reduce(y[:0], y[:0])
+    assert_bits_equal(table, [[1.0, 1.0, 2.0, 2.0], *[[2.0, 2.0, 2.0, 1.0]] * 3], "table")
+    assert_bits_equal(torch.stack(sums), torch.full((2, 8), 2.0), "sums")
+
+
 def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
     """Return what ``body`` returns in its own thread, at most after 50 s.
 

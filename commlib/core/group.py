@@ -9,6 +9,7 @@ import torch
 
 from commlib.core.calls.call import Call
 from commlib.core.dispatch import async_unsupported, issue, wait_if_sync
+from commlib.core.memory import Uses
 from commlib.core.mismatch import compare
 from commlib.core.modes import watched as under_mode
 from commlib.core.observers import Seen, looking_on, observers, unwatched, watched
@@ -49,6 +50,7 @@ class Group:
         self.ring, self.use_calc_stream = ring, use_calc_stream
         self.mode = MODES[use_calc_stream, sync_op, True]._replace(seconds=seconds)
         self.calls: list[Call[Any]] = []
+        self._uses = Uses()
         self._expects_op = False
         self._task = _backward_task()
         inside = "wait() inside its own group; leave the `with ring.group():` block first"
@@ -74,8 +76,25 @@ class Group:
                 f"{self.ring._describe(call.collective)}: use_calc_stream=False inside a group on "
                 f"the calc stream; open it by `with ring.group(use_calc_stream=False):`"
             )
+        self._check_memory(call)
         self.calls.append(call)
         self.work._result.append(call.result)
+
+    def _check_memory(self, call: Call[Any]) -> None:
+        """Refuse a call that writes what an earlier one uses, or reads what one writes."""
+        tensors = ("out", call.out), ("x", call.x)
+        for role, tensor in tensors:
+            use = self._uses.clash(tensor, writes=role == "out")
+            if use is not None:
+                raise ArgumentError(
+                    f"{self.ring._describe(call.collective)}: {role} shares memory with {use.what} "
+                    f"of this group, and one of them is written, so that the values would depend "
+                    f"on timing; expected separate memory, because the calls of a group run at the "
+                    f"same time; pass another tensor, or make this call after the group"
+                )
+        for role, tensor in tensors:
+            what = f"{role} of call {len(self.calls) + 1} ({call.collective})"
+            self._uses.add(tensor, writes=role == "out", what=what)
 
     def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
         """Yield the calls as observers see them; the first one makes all of them again."""

@@ -13,6 +13,7 @@ from commlib.compat.c10d.launching import Batch, Step, launch_async
 from commlib.compat.c10d.work import GroupWork
 from commlib.core.compiler import untraced_methods
 from commlib.core.context import CommContext
+from commlib.core.memory import Uses
 from commlib.errors import ArgumentError, RingError
 from commlib.streams import capture_of
 
@@ -77,10 +78,17 @@ class _Queue:
         self.ring, self.place = ring, place
         self.error: Exception | None = None  # of the launch, for every work
         self._batch, self._works = Batch(), WeakSet[PairWork]()
+        self._uses = Uses()
         self._started = False
         self._lock = threading.Lock()  # held during the launch
         self._key = (get_ident(), ring)
         _queues[self._key] = self
+
+    def takes(self, step: Step, place: Place, source: int) -> bool:
+        """Return True if a step may run at the same time as the calls: same place, other memory."""
+        writes = source >= 0
+        apart = not any(self._uses.clash(x, writes=writes) for x in step.tensors)
+        return apart and self.place == place
 
     def add(self, step: Step, source: int) -> PairWork | None:
         """Add a step and return its work; None if the calls are launched already."""
@@ -88,6 +96,8 @@ class _Queue:
             if self._started:
                 return None
             self._batch.add(self.ring, step)
+            for x in step.tensors:
+                self._uses.add(x, writes=source >= 0)
             work = PairWork(self, step, source)
             self._works.add(work)
             return work
@@ -172,11 +182,17 @@ def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
     """Add a send or a receive to those that the calling thread launches together.
 
     An ``isend`` and an ``irecv`` that are launched one after the other would wait for each other on
-    two GPUs. Calls from another stream, or in another capture, are another batch.
+    two GPUs. Calls from another stream, or in another capture, are another batch. So are those that
+    use the memory of an earlier receive, or receive into that of an earlier call.
+
+    Args:
+        ring: The ring.
+        step: The send or the receive.
+        source: The sender of a receive; -1 for a send.
     """
     place = place_of(ring)
     known = _queues.get((get_ident(), ring))
-    if known is not None and known.place != place:
+    if known is not None and not known.takes(step, place, source):
         known.launch()
         known = None
     work = None if known is None else known.add(step, source)

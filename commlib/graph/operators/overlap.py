@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-Span = tuple[int, int]  # addresses of the first byte and after the last
+from commlib.core.memory import span
 
 
 def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
@@ -44,13 +44,3 @@ def _in_columns(one: torch.Tensor, other: torch.Tensor, apart: int, period: int)
         widths.append(inner)
     column = apart % period if period else 0
     return widths[0] <= column and column + widths[1] <= period
-
-
-def span(tensor: torch.Tensor) -> Span:
-    """Return where the bytes of a tensor begin and end."""
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return begin, begin + (last + 1) * tensor.itemsize

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commlib.core.memory import Span, span
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments, of_tensor
 from commlib.graph.calls.leaves import Tensors
 from commlib.graph.operators.layout import copy_of, elements, in_memory, is_packed
-from commlib.graph.operators.overlap import Span, overlaps, span
+from commlib.graph.operators.overlap import overlaps
 from commlib.graph.operators.unsupported import check_unreadable
 from commlib.graph.recording.eager_parts import EagerSegment
 from commlib.graph.recording.segments import Segments

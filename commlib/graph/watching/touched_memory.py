@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commlib.graph.operators.overlap import Span, span
+from commlib.core.memory import Span, span
 from commlib.graph.operators.unsupported import check_resized
 from commlib.graph.watching.outside_reads import OutsideReads
 
