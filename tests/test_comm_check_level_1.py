@@ -56,10 +56,25 @@ def test_a_rank_that_never_called(comm: Any) -> None:
             with pytest.raises((CommTimeout, EngineError)) as caught:
                 ring.all_reduce(*[ones(4)] * 2)
             text, cause = str(caught.value), caught.value.__cause__
-            assert_equal("rank 1 (position 1 in the ring) is at call 5" in text, True, text)
-            assert_equal("has not made call 6" in text, True, text)
+            assert_equal("rank 1 (position 1 in the ring) had made 5 calls" in text, True, text)
+            assert_equal("when it last published" in text, True, text)
             assert_equal("gloo/" in text or "third_party" in text, False, text)
             assert_equal(isinstance(cause, RuntimeError), True, repr(cause))
+        comm.barrier()
+
+
+@runs_on("cpu_ranks")
+def test_calls_that_were_not_published_yet(comm: Any) -> None:
+    """The log of a rank that computes for long is that of earlier, and the text says so."""
+    with ring_of(comm, 1, timeout=300) as ring:
+        works(ring, "before")
+        ring._reports.round()
+        for _ in range(7):
+            works(ring, "not published")
+        comm.barrier()
+        if comm.rank == 0:
+            with raises(CommTimeout, "had made 1 call (all_reduce", "when it last published"):
+                ring.all_reduce(ones(2), timeout=0.5)
         comm.barrier()
 
 

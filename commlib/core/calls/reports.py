@@ -186,7 +186,7 @@ class CallReports:
             lines.append(self._where(rank, records.get(rank), mine))
         more = len(set(apart) - set(shown))
         if more:
-            lines.append(f"{more} more ranks are at other calls")
+            lines.append(f"{more} more ranks had made other numbers of calls")
         return "; ".join(lines)
 
     def _await(self, store: _Keys, ranks: Sequence[int]) -> None:
@@ -211,14 +211,15 @@ class CallReports:
         return found
 
     def _where(self, rank: int, record: Any, mine: Snapshot) -> str:
-        """Say where another member is, and where its calls part from this rank's."""
+        """Say where another member was, and where its calls part from this rank's."""
         if record is None:
-            return f"{self._name(rank)} has published no calls"
-        text = f"{self._name(rank)} is at call {record['number']}{_last(record['recent'])}"
-        if record["state"] != "open":
-            text += f" and has {record['state']}"
-        elif record["number"] < mine.number:
-            text += f" and has not made call {mine.number}"
+            return f"{self._name(rank)} has published no calls yet"
+        number, last = record["number"], _last(record["recent"])
+        if record["state"] != "open":  # published by the failure or the close
+            text = f"{self._name(rank)} is at call {number}{last} and has {record['state']}"
+        else:
+            made = f"had made {number} call{'' if number == 1 else 's'}{last}"
+            text = f"{self._name(rank)} {made} when it last published"
         if mine.captured or record["captured"]:
             return f"{text} (replays of graphs are not counted)"
         apart = self._difference(mine, record)
