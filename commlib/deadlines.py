@@ -21,7 +21,7 @@ class Deadline:
         if isinstance(seconds, timedelta):
             seconds = seconds.total_seconds()
         try:
-            valid = 0 < seconds < math.inf
+            valid = 0 < seconds < math.inf and not isinstance(seconds, bool)
         except TypeError:  # not a number
             valid = False
         if not valid:

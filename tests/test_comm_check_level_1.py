@@ -78,6 +78,22 @@ def test_calls_that_were_not_published_yet(comm: Any) -> None:
         comm.barrier()
 
 
+@runs_on("three_ranks")
+def test_the_own_rank_is_not_accused(comm: Any) -> None:
+    with ring_of(comm, 1, timeout=20) as ring:
+        ring.barrier()
+        if comm.rank == 1:
+            comm.exchange([])
+            ring.abort()
+        else:
+            work = ring.all_reduce(*[ones(2)] * 2, **ASYNC)
+            comm.exchange([])
+            others = [rank for rank in range(3) if rank != comm.rank]
+            with raises(EngineError, f"one of the ranks {others} closed its connection"):
+                work.wait()
+        comm.barrier()
+
+
 @runs_on("cpu_ranks")
 def test_close(comm: Any) -> None:
     """The rank that closes last finds that calls have differed, though none has failed."""

@@ -176,10 +176,14 @@ def test_failed_rings_are_not_returned(comm: Any) -> None:
     """A failed ring is not returned: the program closes it first."""
     ring = commlib.new_ring(9, [0, 1])
     assert ring is not None
+    first = ring._health.failed("exchange", RuntimeError("of the test"))
     with raises(EngineError, "reported a failure"):
-        raise ring._health.failed("all_reduce", RuntimeError("of the test"))
+        raise first
+    again = ring._health.failed("all_reduce", first)  # whose step was the exchange
+    assert_equal((type(again), str(again)), (EngineError, str(first)), "the error of the call")
+    assert_equal(len(ring._errors()), 1, "errors")
     with raises(
-        RingError, "ring 9 exists and can't be used", "failed in all_reduce", "close_ring(9)"
+        RingError, "ring 9 exists and can't be used", "failed in exchange", "close_ring(9)"
     ):
         commlib.new_ring(9, [0, 1])
     manager.close(9)

@@ -163,7 +163,7 @@ def test_a_second_waiter_is_late(ring: Any) -> None:
 @runs_on("ranks")
 def test_bad_input(ring: Any) -> None:
     x = torch.ones(4, device=ring.device)
-    for timeout in (0, -1, float("inf"), "soon"):
+    for timeout in (0, -1, float("inf"), "soon", True):
         with raises(ArgumentError, "all_reduce on ring 0", f"timeout={timeout!r}"):
             ring.all_reduce(x, timeout=timeout)
         with raises(ArgumentError, "group on ring 0"), ring.group(timeout=timeout):

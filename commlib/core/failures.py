@@ -30,23 +30,30 @@ def named(positions: Sequence[int], ranks: Sequence[int]) -> str:
     return f"ranks {[ranks[at] for at in positions]} (positions {list(positions)} in the ring)"
 
 
-def late(suspects: Sequence[int], ranks: Sequence[int], seconds: float, verdict: str) -> str:
-    """Say who is late, or that nothing says it."""
+def late(
+    suspects: Sequence[int], ranks: Sequence[int], own: int, seconds: float, verdict: str
+) -> str:
+    """Say who is late, or that nothing says it; ``own`` is this rank's position."""
     text = f"did not finish within {seconds:g} s"
     if suspects:
         text += f" while waiting for {named(suspects, ranks)}"
     elif not verdict:
-        text += f"; nothing says which of the ranks {list(ranks)} is late: look at their logs"
+        others = _without(own, ranks)
+        text += f"; nothing says which of the ranks {others} is late: look at their logs"
     return text
 
 
-def gone(suspects: Sequence[int], ranks: Sequence[int]) -> str:
-    """Say who has closed a connection, as far as it is known."""
+def gone(suspects: Sequence[int], ranks: Sequence[int], own: int) -> str:
+    """Say who has closed a connection, as far as it is known; ``own`` is this rank's position."""
     if suspects:
         who = f"{named(suspects, ranks)} closed its connection"
     else:
-        who = f"one of the ranks {list(ranks)} closed its connection"
+        who = f"one of the ranks {_without(own, ranks)} closed its connection"
     return f"{who}: it has ended or gave up an earlier call, see its log"
+
+
+def _without(own: int, ranks: Sequence[int]) -> list[int]:
+    return [rank for at, rank in enumerate(ranks) if at != own]
 
 
 def other(error: Exception, engine: str) -> str:

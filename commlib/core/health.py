@@ -142,6 +142,11 @@ class RingHealth:
         """
         if isinstance(error, ArgumentError):
             return error  # nothing was launched, or it is that of ``differs``
+        remedy = str(self._identity.remedy)
+        if isinstance(error, CommError) and str(error).endswith(remedy):  # of a step of the call
+            self.repairable = False
+            self.fault = self.fault or f"failed in {collective}; {remedy}"
+            return type(error)(str(error))
         if self._verdict is None and not isinstance(error, StreamError):
             self._verdict = "" if self._reports is None else self._reports.verdict(collective)
         logs = f"; {self._verdict}" if self._verdict else ""
@@ -158,7 +163,7 @@ class RingHealth:
             return type(error)(text)
         verdict = self._verdict or ""
         kind, reason = self.reason(collective, error, args, seconds, verdict)
-        text, remedy = f"{prefix}{reason}{logs}", self._identity.remedy
+        text = f"{prefix}{reason}{logs}"
         self.note(text)
         self.repairable = False
         self.fault = self.fault or f"failed in {collective}; {remedy}"
@@ -184,10 +189,11 @@ class RingHealth:
             pair = list(args[:1]) if collective in PAIRED else []
             peers = pair or (others if me.size == 2 else [])
             if failures.is_late(error):
-                text = failures.late(peers, me.ranks, seconds or me.timeout, verdict)
+                text = failures.late(peers, me.ranks, me.rank, seconds or me.timeout, verdict)
                 return CommTimeout, f" {text}"
             if failures.is_gone(error):
-                return EngineError, f": {failures.gone(peers or self.find_dead(), me.ranks)}"
+                dead = peers or self.find_dead()
+                return EngineError, f": {failures.gone(dead, me.ranks, me.rank)}"
         return EngineError, f": {failures.other(error, me.engine)}"
 
     def attempt(self, step: Callable[[], Any], deadline: Deadline, what: str) -> bool:
