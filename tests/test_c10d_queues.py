@@ -100,11 +100,17 @@ def test_queued_calls_of_one_tensor_are_not_one_operation(ring: Any) -> None:
     send = Step([partial(ring.send, x, peer=peer)], [x])
     recv = Step([partial(ring.recv, out, peer=peer)], [out])
     steps = [(send, -1), (recv, peer)] if ring.rank else [(recv, peer), (send, -1)]
-    works: list[Any] = [pairs.queue(ring, *step) for step in steps]
+    works: list[Any] = [pairs.queue(ring, *step, peer) for step in steps]
     assert_equal(works[0]._queue is works[1]._queue, ring.rank == 1, "one operation")
     for work in works:
         work.wait()
     assert_equal(out.unique().tolist(), [1.0], "what came back")
+    calls = ring.report()["calls"]
+    works = [pairs.queue(ring, recv, 5, 5), pairs.queue(ring, send, -1, 6)] if not ring.rank else []
+    for work in works:  # with two peers torch runs them at the same time
+        with raises(ArgumentError, "x shares memory with out of call 1 (recv)"):
+            work.wait()
+    assert_equal(ring.report()["calls"], calls, "launched")
 
 
 @runs_on("ranks")

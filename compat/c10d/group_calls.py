@@ -140,18 +140,19 @@ class GroupCalls(UnsupportedCalls, Collectives):
         x = single(tensors)
         ring = self._ring_for([x])
         tags = {"tag": tag} if tag and ring.stream is None else {}
-        return self._pair(ring, Step([partial(ring.send, x, peer=peer, **tags)], [x]), -1)
+        return self._pair(ring, Step([partial(ring.send, x, peer=peer, **tags)], [x]), -1, peer)
 
     def recv(self, tensors: Given, peer: int, tag: int = 0) -> dist.Work:
         """Fill a tensor with what position ``peer`` sends; NCCL ignores the tag."""
         out = single(tensors)
         ring = self._ring_for([out])
         tags = {"tag": tag} if tag and ring.stream is None else {}
-        return self._pair(ring, Step([partial(ring.recv, out, peer=peer, **tags)], [out]), peer)
+        step = Step([partial(ring.recv, out, peer=peer, **tags)], [out])
+        return self._pair(ring, step, peer, peer)
 
-    def _pair(self, ring: CommContext, step: Step, source: int) -> dist.Work:
+    def _pair(self, ring: CommContext, step: Step, source: int, peer: int) -> dist.Work:
         if ring.stream is not None and not self._is_coalescing():
-            return pairs.queue(ring, self._in_order(ring, step), source)
+            return pairs.queue(ring, self._in_order(ring, step), source, peer)
         work = self._issue(ring, step, _DEFAULTS)
         if isinstance(work, GroupWork):
             work._source = source

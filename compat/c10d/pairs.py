@@ -1,6 +1,7 @@
 """Sends and receives on GPUs, which are launched together: NCCL runs one call after the other."""
 
 import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from datetime import timedelta
 from threading import get_ident
@@ -78,26 +79,29 @@ class _Queue:
         self.ring, self.place = ring, place
         self.error: Exception | None = None  # of the launch, for every work
         self._batch, self._works = Batch(), WeakSet[PairWork]()
-        self._uses = Uses()
+        self._uses: defaultdict[int, Uses] = defaultdict(Uses)  # by peer
         self._started = False
         self._lock = threading.Lock()  # held during the launch
         self._key = (get_ident(), ring)
         _queues[self._key] = self
 
-    def takes(self, step: Step, place: Place, source: int) -> bool:
-        """Return True if a step may run at the same time as the calls: same place, other memory."""
-        writes = source >= 0
-        apart = not any(self._uses.clash(x, writes=writes) for x in step.tensors)
-        return apart and self.place == place
+    def takes(self, step: Step, place: Place, source: int, peer: int) -> bool:
+        """Return True if a step may run at the same time as the calls.
 
-    def add(self, step: Step, source: int) -> PairWork | None:
+        With one peer torch runs calls of one tensor in their order. With several ones it does not:
+        these are one operation, whose launch refuses them.
+        """
+        uses, writes = self._uses[peer], source >= 0
+        return self.place == place and not any(uses.clash(x, writes=writes) for x in step.tensors)
+
+    def add(self, step: Step, source: int, peer: int) -> PairWork | None:
         """Add a step and return its work; None if the calls are launched already."""
         with self._lock:
             if self._started:
                 return None
             self._batch.add(self.ring, step)
             for x in step.tensors:
-                self._uses.add(x, writes=source >= 0)
+                self._uses[peer].add(x, writes=source >= 0)
             work = PairWork(self, step, source)
             self._works.add(work)
             return work
@@ -178,26 +182,27 @@ class _Queue:
 _queues: dict[tuple[int, CommContext], _Queue] = {}  # by thread and ring
 
 
-def queue(ring: CommContext, step: Step, source: int = -1) -> GroupWork:
+def queue(ring: CommContext, step: Step, source: int = -1, peer: int = -1) -> GroupWork:
     """Add a send or a receive to those that the calling thread launches together.
 
     An ``isend`` and an ``irecv`` that are launched one after the other would wait for each other on
     two GPUs. Calls from another stream, or in another capture, are another batch. So are those that
-    use the memory of an earlier receive, or receive into that of an earlier call.
+    use the memory of an earlier receive from their peer, or receive into that of a call with it.
 
     Args:
         ring: The ring.
         step: The send or the receive.
         source: The sender of a receive; -1 for a send.
+        peer: The other rank.
     """
     place = place_of(ring)
     known = _queues.get((get_ident(), ring))
-    if known is not None and not known.takes(step, place, source):
+    if known is not None and not known.takes(step, place, source, peer):
         known.launch()
         known = None
-    work = None if known is None else known.add(step, source)
+    work = None if known is None else known.add(step, source, peer)
     if work is None:
-        work = _Queue(ring, place).add(step, source)
+        work = _Queue(ring, place).add(step, source, peer)
     assert work is not None  # nobody else knows a new queue
     return work
 
