@@ -5,6 +5,7 @@ can be passed through the program's code, so a marked function asks for the run 
 makes. Everything else gets what it needs as arguments.
 """
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -165,7 +166,7 @@ class DonePart:
         self._left = self.effects.now()
         positions = {id(x): i for i, x in enumerate(self._given) if isinstance(x, torch.Tensor)}
         self._passed = [positions.get(id(x)) for x in tree_leaves(self.result)]
-        self._copies = tree_map_only(torch.Tensor, torch.Tensor.clone, self.result)
+        self._copies = _copied(self.result)
         self._written = [(i, x.clone()) for i, x in enumerate(self._given) if called.writes(x)]
         grads = [(x, x.grad) for x in reachable if x.is_leaf and x.requires_grad]
         self._grads = [(x, g, g.clone()) for x, g in grads if g is not None and called.writes(g)]
@@ -198,6 +199,12 @@ class DonePart:
         own = [i is None and torch.is_tensor(x) for i, x in zip(passed, leaves, strict=True)]
         written = {key for i, _ in self._written for key in memory_in(given[i])}
         return Called(tree_unflatten(found, spec), own, written)
+
+
+def _copied(result: Any) -> Any:
+    """Return copies of tensors; those over the same memory are so again."""
+    memo: dict[int, Any] = {}  # one copy of each memory
+    return tree_map_only(torch.Tensor, lambda x: copy.deepcopy(x.detach(), memo), result)
 
 
 def name_of(part: EagerPart) -> str:
