@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import Linear, Sequential, Tanh
 
 from commlib import graph
 from commlib.errors import GraphError
+from commlib.graph.backends.base import CpuBackend
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -149,6 +151,38 @@ def test_writes_to_what_a_part_returned(comm: Any, part: Part, verify: bool) -> 
 
 
 # -- what a part writes to -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@runs_on("unified_ranks")
+@patch.object(CpuBackend, "copies_arguments", new=False)  # as on a GPU
+def test_writes_to_views_that_a_part_passes_on(comm: Any, verify: bool) -> None:
+    """A write to a view that a part returns reaches what it is a view of, in a second capture."""
+    flat: Part = graph.eager(lambda x: x.view(-1)[1:])
+
+    def fn(x: torch.Tensor) -> Any:
+        h = x + 1
+        flat(h).add_(1)
+        flat(x).mul_(2)
+        return h * x
+
+    _same_as_eager(comm, fn, verify=verify)
+    total = torch.zeros(3, device=comm.device)
+    all_of_it: Part = graph.eager(lambda: total.view(-1))
+    captured = graph.capture(lambda x: all_of_it().add_(x) * 1, outputs="copy", verify=verify)
+    given = [torch.full((3,), float(number), device=comm.device) for number in range(6)]
+    for number, x in enumerate(given):
+        expected = sum(given[:number], x)
+        assert_bits_equal(captured(x), expected, f"call {number}")
+        assert_bits_equal(total, expected, f"the program's tensor after call {number}")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@runs_on("unified_ranks")
+def test_expanded_results(comm: Any, verify: bool) -> None:
+    """A part may return a tensor whose elements share memory."""
+    mean: Part = graph.eager(lambda x: x.mean().expand(3))
+    _same_as_eager(comm, lambda x: x - mean(x), verify=verify)
 
 
 def _always(x: torch.Tensor) -> None:

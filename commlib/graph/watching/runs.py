@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from commlib.core import observers
+from commlib.core.memory import span
 from commlib.core.tensors import parts
 from commlib.errors import GraphError
 from commlib.graph.operators.schema import memory
@@ -164,8 +165,8 @@ class DonePart:
         self.result = called.result
         self.effects = self._undo.effects()
         self._left = self.effects.now()
-        positions = {id(x): i for i, x in enumerate(self._given) if isinstance(x, torch.Tensor)}
-        self._passed = [positions.get(id(x)) for x in tree_leaves(self.result)]
+        self._lasting = {key for x in reachable for key in memory_in(x)} - {0}
+        self._leaves = list(zip(tree_leaves(self.result), called.own, strict=True))
         self._copies = _copied(self.result)
         self._written = [(i, x.clone()) for i, x in enumerate(self._given) if called.writes(x)]
         grads = [(x, x.grad) for x in reachable if x.is_leaf and x.requires_grad]
@@ -193,12 +194,46 @@ class DonePart:
         for now, then, content in pairs:
             if isinstance(now, torch.Tensor) and now is not then:
                 now.copy_(content)
-        leaves, spec = tree_flatten(self._copies)
-        passed = self._passed
-        found = [x if i is None else given[i] for i, x in zip(passed, leaves, strict=True)]
-        own = [i is None and torch.is_tensor(x) for i, x in zip(passed, leaves, strict=True)]
+        copies, spec = tree_flatten(self._copies)
+        passed = [self._passed_on(x, given, made=own) for x, own in self._leaves]
+        found = [y if x is None else x for x, y in zip(passed, copies, strict=True)]
+        own = [x is None and torch.is_tensor(y) for x, y in zip(passed, copies, strict=True)]
         written = {key for i, _ in self._written for key in memory_in(given[i])}
         return Called(tree_unflatten(found, spec), own, written)
+
+    def _passed_on(self, x: Any, given: Sequence[Any], *, made: bool) -> torch.Tensor | None:
+        """Return the tensor in place of ``x``: ``given``, a view of one, or one of the program.
+
+        None for what the part has made, and for what the function has made and not given to it.
+        """
+        if not isinstance(x, torch.Tensor):
+            return None
+        pairs = [
+            (then, now)
+            for then, now in zip(self._given, given, strict=True)
+            if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor)
+        ]
+        same = next((now for then, now in pairs if x is then), None)
+        if same is not None or made:
+            return same
+        views = (_same_view(x, then, now) for then, now in pairs)
+        view = next((view for view in views if view is not None), None)
+        return x if view is None and not self._lasting.isdisjoint(memory_in(x)) else view
+
+
+def _same_view(x: torch.Tensor, then: torch.Tensor, now: torch.Tensor) -> torch.Tensor | None:
+    """Return the view of ``now`` that ``x`` is of ``then``; None if it is not a plain view."""
+    if not memory(x) or memory(x) != memory(then):
+        return None
+    if now is then:
+        return x
+    (begin, end), (first, last) = span(then), span(x)
+    plain = not any(y.is_conj() or y.is_neg() for y in (x, then, now))
+    alike = x.dtype == then.dtype == now.dtype and then.stride() == now.stride()
+    if not (plain and alike and begin <= first and last <= end):
+        return None
+    offset = x.storage_offset() - then.storage_offset() + now.storage_offset()
+    return now.as_strided(x.size(), x.stride(), offset)
 
 
 def _copied(result: Any) -> Any:
