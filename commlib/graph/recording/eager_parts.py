@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from commlib.core import observers
 from commlib.core.tensors import has_memory, parts
+from commlib.core.validation import overlaps_itself
 from commlib.errors import GraphError
 from commlib.graph.calls.key_values import value
 from commlib.graph.operators.schema import memory
@@ -145,9 +146,13 @@ def _shape(x: Any) -> Any:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """Return what a part has made itself; of an array, which the program may hold, a copy."""
-    arrays = [part for part in parts(x) if memory(part) and not part.untyped_storage().resizable()]
-    return x.clone() if arrays else x
+    """Return what a part has made itself, in memory that a replay may write to.
+
+    That is a copy of an array, which the program may hold, and of elements that share memory.
+    """
+    made = [part for part in parts(x) if memory(part)]
+    held = any(not part.untyped_storage().resizable() for part in made)
+    return x.clone() if held or any(map(overlaps_itself, made)) else x
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
