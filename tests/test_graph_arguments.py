@@ -344,3 +344,13 @@ def test_deepspeed_defaults(comm: Any) -> None:
             assert_equal(given.tolist(), [scale], f"{scale}")
             assert_equal(given.dtype, (x * scale).dtype, f"type of {scale}")
     deepspeed.graph_clear()
+
+
+@runs_on("unified_ranks")
+def test_parameters_that_hold_each_other(comm: Any) -> None:
+    """Attributes of two arguments lead in a circle; the capture ends."""
+    one, other = (torch.nn.Parameter(torch.ones(2, device=comm.device)) for _ in range(2))
+    one.tied, other.tied = other, one  # type: ignore[attr-defined]
+    captured = graph.capture(lambda x: x * 2, outputs="copy")
+    for _ in range(3):
+        assert_equal(captured(one).tolist(), [2.0, 2.0], "the result")

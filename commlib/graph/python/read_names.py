@@ -111,6 +111,7 @@ class _Reader:
         self._left = deque(roots)
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # an id is that of an object that is alive
+        self._tensors: dict[int, torch.Tensor] = {}
         self._known: set[type] = set()
         self._unnamed: dict[str, list[Any]] = {}  # methods that no code has named yet
 
@@ -118,7 +119,8 @@ class _Reader:
         """Look at everything. Raises ``_UnknownError``."""
         while self._left:
             x = self._left.popleft()
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and id(x) not in self._tensors:
+                self._tensors[id(x)] = x  # two may hold each other
                 self._left.extend(held_by_tensor(x))
             if isinstance(x, _LEAVES) or id(x) in self._seen:
                 continue
