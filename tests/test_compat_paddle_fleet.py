@@ -173,3 +173,22 @@ def test_loss_of_several_labels(ring: Any) -> None:
         mark(marked)
         mark(None)
         assert vars(marked) == {"is_distributed": True}
+
+
+@runs_on("ranks")
+def test_weights_that_share_memory(ring: Any) -> None:
+    """A model may tie its weights by their memory, and a buffer may be a part of another one."""
+    with own_groups():
+        started(dp_degree=2)
+        first, second = (torch.nn.Linear(4, 4, device=ring.device) for _ in range(2))
+        second.weight.data = first.weight.data
+        table = torch.full((6,), float(ring.rank), device=ring.device)
+        model = torch.nn.Sequential(first, second)
+        model.register_buffer("table", table)
+        model.register_buffer("part", table[1:3])
+        with torch.no_grad():
+            first.weight.fill_(5.0 + ring.rank)
+        fleet.distributed_model(model)
+        assert_bits_equal(second.weight.detach(), [[5.0] * 4] * 4, "the weight of rank 0")
+        assert_equal(first.weight.data_ptr(), second.weight.data_ptr(), "one memory")
+        assert_bits_equal(table, [0.0] * 6, "the buffer of rank 0")

@@ -12,6 +12,7 @@ from commlib.compat.paddle.distributed.hybrid_group import (
 )
 from commlib.compat.paddle.distributed.layers import split_parameters
 from commlib.core.context import CommContext
+from commlib.core.memory import Uses
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -131,6 +132,13 @@ def distributed_optimizer(
 def _broadcast(ring: CommContext, tensors: list[torch.Tensor]) -> None:
     if not tensors or ring.size == 1:
         return
+    uses, shared = Uses(), []  # a model may tie weights by their memory
     with ring.group():
         for one in tensors:
-            ring.broadcast(one.detach(), one.detach(), root=0)
+            if uses.clash(one, writes=True) is None:
+                ring.broadcast(one.detach(), one.detach(), root=0)
+                uses.add(one, writes=True)
+            else:
+                shared.append(one)
+    for one in shared:
+        ring.broadcast(one.detach(), one.detach(), root=0)
