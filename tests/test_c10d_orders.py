@@ -159,6 +159,31 @@ def test_an_aborted_group_ends_alone(ring: Any) -> None:
 
 
 @runs_on("cpu_ranks")
+def test_an_aborted_group_ends_alone_at_level_2(ring: Any) -> None:
+    """So does a receive whose header no rank has answered, on both ranks."""
+    commlib.shutdown()
+    with commlib.flags.override("FLAGS_comm_check", 2), initialised(ring, "commlib"):
+        group: Any = dist.new_group([0, 1])
+        x = torch.ones(2)
+        dist.all_reduce(x, group=group)
+        work: Any = dist.irecv(x, 1 - ring.rank, group=group)
+        dist.barrier()
+        begun = time.monotonic()
+        if ring.rank == 0:
+            distributed_c10d._abort_process_group(group)
+        with raises(EngineError, "recv on ring 0", "group '1' was ", "call new_group"):
+            work.wait()
+        assert_equal(time.monotonic() - begun < 15, True, "ended before the deadline")
+        dist.barrier()
+        if ring.rank:
+            distributed_c10d._abort_process_group(group)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert_equal(x.tolist(), [2.0, 2.0], "the group of all ranks")
+        assert_equal(commlib.comm(0).report()["errors"], [], "errors of the ring")
+
+
+@runs_on("cpu_ranks")
 def test_a_group_that_another_rank_aborts(ring: Any) -> None:
     """Its calls end with an error on the other ranks too, and no other group ends."""
     commlib.shutdown()

@@ -17,6 +17,7 @@ from commlib.call_lines import call_line
 from commlib.core.calls.call import Call
 from commlib.core.calls.log import PAIRED, Facts
 from commlib.core.failures import named
+from commlib.core.launches import failure_of
 from commlib.core.ring import Ring
 from commlib.errors import MismatchError
 from commlib.rendezvous.host_exchange import USER_TAGS
@@ -106,7 +107,7 @@ class _Pair:
         """Post this member's header, and the receive of the peer's; blocks nothing."""
         self.ring, self.collective, self.peer = ring, call.collective, call.args[0]
         sends = call.collective == "send"
-        order = call.order
+        order = self.order = call.order
         engine = None if order is None else order.engine
         apart = () if engine is None else (engine.pg, order.name)
         group, number = ring._hosts.pair(self.peer, sends, *apart)
@@ -134,7 +135,7 @@ class _Pair:
             for work in self._posted:
                 work.wait()
         except Exception as error:
-            raise self.ring._health.failed(self.collective, error, (self.peer,)) from error
+            raise failure_of(self.ring, self.order, self.collective, error, (self.peer,)) from error
         *theirs, tag, shown = json.loads(bytes(self._other.tolist()))
         if theirs == self.given:
             if self.collective == "recv":
