@@ -1,5 +1,6 @@
 """ring.group(): the calls of a ``with`` block, launched as one operation at its end."""
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import commlib
 from commlib import ops
 from commlib.compat import paddle
+from commlib.core.memory import Uses
 from commlib.errors import ArgumentError, RingError
 from tests.support.checks import (
     Framed,
@@ -185,6 +187,22 @@ def test_shared_memory(comm: Any) -> None:
         comm.all_reduce(y[:0], y[:0])
     assert_bits_equal(table, [[1.0, 1.0, 2.0, 2.0], *[[2.0, 2.0, 2.0, 1.0]] * 3], "table")
     assert_bits_equal(torch.stack(sums), torch.full((2, 8), 2.0), "sums")
+
+
+def test_ranges_of_memory() -> None:
+    """Uses that meet are found whatever was added between and around them."""
+    buffer, generator = torch.zeros(60), random.Random(3)
+    for _ in range(200):
+        uses, taken = Uses(), [0] * 60  # 1: read, 2: written
+        for _ in range(12):
+            begin, writes = generator.randrange(60), generator.random() < 0.5
+            end = min(60, begin + generator.randrange(1, 20))
+            strided = slice(begin, end, generator.randrange(1, 4))
+            x, before = buffer[strided], taken[strided]
+            clashes = any(before) if writes else 2 in before
+            assert_equal(uses.clash(x, writes=writes) is not None, clashes, f"{strided}")
+            uses.add(x, writes=writes)
+            taken[strided] = [max(old, 1 + writes) for old in before]
 
 
 def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:

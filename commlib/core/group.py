@@ -82,7 +82,9 @@ class Group:
 
     def _check_memory(self, call: Call[Any]) -> None:
         """Refuse a call that writes what an earlier one uses, or reads what one writes."""
-        tensors = ("out", call.out), ("x", call.x)
+        tensors = [("out", call.out)]
+        if call.x is not call.out:
+            tensors.append(("x", call.x))
         for role, tensor in tensors:
             use = self._uses.clash(tensor, writes=role == "out")
             if use is not None:

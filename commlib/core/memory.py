@@ -1,5 +1,6 @@
 """The memory of tensors: where it begins and ends, and whether two tensors share any of it."""
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,23 +54,41 @@ class Use:
 
 
 class Uses:
-    """The memory of calls that run at the same time."""
+    """The memory of calls that run at the same time.
+
+    Uses whose spans meet are kept together, so that a call looks at those near its tensors only: a
+    group may have thousands of calls.
+    """
 
     def __init__(self) -> None:
-        self._uses: list[Use] = []
+        self._begins: list[int] = []  # of separate ranges of memory, sorted
+        self._ends: list[int] = []
+        self._uses: list[list[Use]] = []  # in each range
 
     def clash(self, tensor: torch.Tensor | None, *, writes: bool) -> Use | None:
-        """Return the first use that shares memory with a tensor where one of them is written."""
+        """Return a use that shares memory with a tensor where one of them is written."""
         if tensor is None or not tensor.numel() or not has_memory(tensor):
             return None
         begin, end = span(tensor)
-        for use in self._uses:
-            apart = use.span[1] <= begin or end <= use.span[0]
-            if not apart and (writes or use.writes) and share_memory(tensor, use.tensor):
-                return use
+        for uses in self._uses[self._met(begin, end)]:
+            for use in uses:
+                apart = use.span[1] <= begin or end <= use.span[0]
+                if not apart and (writes or use.writes) and share_memory(tensor, use.tensor):
+                    return use
         return None
 
     def add(self, tensor: torch.Tensor | None, *, writes: bool, what: str = "") -> None:
         """Add a use."""
-        if tensor is not None and tensor.numel() and has_memory(tensor):
-            self._uses.append(Use(tensor, span(tensor), writes, what))
+        if tensor is None or not tensor.numel() or not has_memory(tensor):
+            return
+        begin, end = span(tensor)
+        met = self._met(begin, end)
+        uses = [use for several in self._uses[met] for use in several]
+        uses.append(Use(tensor, (begin, end), writes, what))
+        self._begins[met] = [min([begin, *self._begins[met]])]
+        self._ends[met] = [max([end, *self._ends[met]])]
+        self._uses[met] = [uses]
+
+    def _met(self, begin: int, end: int) -> slice:
+        """Return which ranges have bytes from ``begin`` to before ``end``."""
+        return slice(bisect_right(self._ends, begin), bisect_left(self._begins, end))

@@ -38,9 +38,9 @@ def eager(fn: F) -> F:
     Args:
         fn: The function. At each call it must return tensors of the same shapes and dtypes, and the
             same plain values. A tensor that it returns and has not made itself must be the same one
-            at each call, or a copy of it (``clone()``). What it has made and returns is the graph's,
-            and each replay overwrites it: to keep it elsewhere, keep a copy. No gradient flows
-            through it.
+            at each call, or a copy of it (``clone()``). What it has made and returns belongs to the
+            graph, and each replay overwrites it: keep a copy to keep it elsewhere. No gradient
+            flows through it.
 
     Returns:
         A function with the same signature.
