@@ -166,7 +166,9 @@ class Dropped:
     def _serve(self) -> None:
         if self._kept and self._served.acquire(blocking=False):
             jobs = _helper()
-            if jobs is not None:
+            if jobs is None:
+                self._served.release()  # a later handle tries again
+            else:
                 jobs.put(self._finish)
 
     def _finish(self) -> None:

@@ -13,12 +13,13 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import commlib
+from commlib import waits
 from commlib.compat.c10d import pairs
 from commlib.compat.c10d.bridges import calls_of
 from commlib.compat.c10d.launching import Step
 from commlib.deadlines import Deadline
 from commlib.errors import ArgumentError, CommTimeout, DeviceError, PeerError, RingError
-from tests.support.checks import assert_equal, raises
+from tests.support.checks import assert_equal, raises, until
 from tests.support.runs_on import runs_on
 from tests.support.torch_groups import OURS, initialised
 
@@ -202,6 +203,20 @@ def test_dropped_works_go_on(ring: Any) -> None:
             for expected in (turn, -1):
                 dist.recv(out, peer)
                 assert_equal(out.unique().tolist(), [expected], "received")
+
+
+@runs_on("cpu_ranks")
+def test_dropped_works_without_a_thread(ring: Any) -> None:
+    """Where no thread could start, the next dropped work gets one that waits for all."""
+    peer, received = 1 - ring.rank, torch.zeros(1)
+    with patch.object(waits, "_helper", return_value=None):
+        ring.send(torch.ones(1), peer=peer, use_calc_stream=False, sync_op=False)
+    ring.send(torch.full((1,), 2.0), peer=peer, use_calc_stream=False, sync_op=False)
+    for expected in (1, 2):
+        ring.recv(received, peer=peer)
+        assert_equal(received.item(), expected, "received")
+    dropped = ring._engine._dropped["send", peer]
+    until(lambda: dropped.ended, "all works have ended")
 
 
 @runs_on("ranks")

@@ -24,7 +24,7 @@ from commlib.errors import (
     PeerTimeout,
 )
 from tests.support.checks import assert_equal, raises, until
-from tests.support.ranks import NewRanks
+from tests.support.ranks import NewRanks, Ranks
 from tests.support.runs_on import runs_on
 from tests.test_comm_check import ASYNC, CHECK, ones, ring_of, works
 
@@ -75,22 +75,6 @@ def test_calls_that_were_not_published_yet(comm: Any) -> None:
         if comm.rank == 0:
             with raises(CommTimeout, "had made 1 call (all_reduce", "when it last published"):
                 ring.all_reduce(ones(2), timeout=0.5)
-        comm.barrier()
-
-
-@runs_on("three_ranks")
-def test_the_own_rank_is_not_accused(comm: Any) -> None:
-    with ring_of(comm, 1, timeout=20) as ring:
-        ring.barrier()
-        if comm.rank == 1:
-            comm.exchange([])
-            ring.abort()
-        else:
-            work = ring.all_reduce(*[ones(2)] * 2, **ASYNC)
-            comm.exchange([])
-            others = [rank for rank in range(3) if rank != comm.rank]
-            with raises(EngineError, f"one of the ranks {others} closed its connection"):
-                work.wait()
         comm.barrier()
 
 
@@ -205,9 +189,8 @@ def test_level_0(comm: Any) -> None:
         comm.barrier()
 
 
-@runs_on("cpu_ranks")
-def test_a_rank_that_has_gone(comm: Any) -> None:
-    """A closed connection names the rank that closed it; gloo's own words are the cause only."""
+def gone(comm: Any) -> None:
+    """The rank that closed a connection is named; gloo's own words are the cause only."""
     with ring_of(comm, 1, timeout=20) as ring:
         ring.barrier()
         if comm.rank == 1:
@@ -219,14 +202,24 @@ def test_a_rank_that_has_gone(comm: Any) -> None:
             with pytest.raises(EngineError) as caught:
                 work.wait()
             text = str(caught.value)
-            assert_equal(
-                "rank 1 (position 1 in the ring) closed its connection" in text, True, text
+            others = [rank for rank in range(comm.size) if rank != comm.rank]
+            whose = (
+                f"one of the ranks {others}" if others[1:] else "rank 1 (position 1 in the ring)"
             )
+            assert_equal(f"{whose} closed its connection" in text, True, text)
             assert_equal("gloo/" in text or "GLHF" in text, False, text)
             assert_equal(
                 "onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__)
             )
         comm.barrier()
+
+
+def test_a_rank_that_has_gone(cpu_ranks: Ranks) -> None:
+    cpu_ranks(gone)
+
+
+def test_the_own_rank_is_not_accused(three_ranks: Ranks) -> None:
+    three_ranks(gone)
 
 
 def killed(comm: Any, rank: int) -> None:

@@ -160,6 +160,24 @@ def test_a_second_waiter_is_late(ring: Any) -> None:
     commlib.close_ring(322, abort=True)
 
 
+@runs_on("three_ranks")
+def test_the_peer_of_a_late_receive(ring: Any) -> None:
+    """In a ring of several the peer is named alone, to the waiter and to a second one."""
+    for second in (False, True):
+        own: Any = commlib.new_ring(323, ring.ranks, timeout=AGES_S)
+        own.barrier()
+        if own.rank == 0:
+            work = own.recv(torch.zeros(2), peer=2, **ASYNC)
+            if second:
+                threading.Thread(target=work.wait, daemon=True).start()
+                while not work._pending._lock.locked():
+                    time.sleep(0.001)
+            with raises(CommTimeout, f"within {SOON_S:g} s while waiting for rank 2 (position 2"):
+                work.wait(timeout=SOON_S)
+        ring.barrier()
+        commlib.close_ring(323, abort=True)
+
+
 @runs_on("ranks")
 def test_bad_input(ring: Any) -> None:
     x = torch.ones(4, device=ring.device)

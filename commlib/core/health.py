@@ -93,9 +93,12 @@ class RingHealth:
             f"{self._identity.remedy}"
         )
 
-    def late(self, collective: str, seconds: float) -> CommError:
-        """Return the error of a call whose own deadline has passed; the ring has failed then."""
-        return self.failed(collective, RuntimeError(OVER), (), seconds)
+    def late(self, collective: str, args: tuple[Any, ...], seconds: float) -> CommError:
+        """Return the error of a call whose own deadline has passed; the ring has failed then.
+
+        The arguments are those of ``failed``.
+        """
+        return self.failed(collective, RuntimeError(OVER), args, seconds)
 
     def begin_mismatch(self, collective: str) -> None:
         """Mark the ring as failed: calls of its members differ."""

@@ -37,7 +37,7 @@ def launch(
             handles = _start(ring, calls, grouped)
         parts = [_on_host(ring, *each, seconds) for each in zip(calls, handles, strict=True)]
         return begun(Work(result, AllOf(parts) if grouped else parts[0]))
-    late = partial(_late, ring, calls[-1])
+    late = partial(_late, ring, calls)
     if use_calc_stream:
         with ring._engine.bounded(blocks) if blocks else _NO_LIMIT:
             _on_stream(ring, calls, grouped)
@@ -107,7 +107,7 @@ def _start(ring: Ring, calls: list[Call[Any]], grouped: bool) -> list[Any]:
 
 
 def _on_host(ring: Ring, call: Call[Any], handle: Any, seconds: float | None) -> OnHost:
-    wait, late = partial(_wait, ring, call, handle, seconds), partial(_late, ring, call)
+    wait, late = partial(_wait, ring, call, handle, seconds), partial(_late, ring, [call])
     return OnHost(handle, wait, call, late)
 
 
@@ -147,9 +147,11 @@ def _guarded(
         raise failure_of(ring, call.order, call.collective, error, call.args, seconds) from error
 
 
-def _late(ring: Ring, call: Call[Any], seconds: float) -> CommError:
-    """Return the error of a call whose own deadline has passed; it has failed then."""
-    return failure_of(ring, call.order, call.collective, RuntimeError(OVER), (), seconds)
+def _late(ring: Ring, calls: list[Call[Any]], seconds: float) -> CommError:
+    """Return the error of an operation whose own deadline has passed; it has failed then."""
+    last = calls[-1]
+    args = last.args if len(calls) == 1 else ()  # nothing says which call of a group is late
+    return failure_of(ring, last.order, last.collective, RuntimeError(OVER), args, seconds)
 
 
 def failure_of(

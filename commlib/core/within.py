@@ -1,6 +1,7 @@
 """Calls with their own deadline, in place of the ring's."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def dispatch_within(
     if isinstance(done, Work):
         done._limit = limit
     else:
-        await_stream(ring, call.collective, mode, limit)
+        await_stream(ring, call.collective, mode, limit, call.args)
     return done
 
 
@@ -64,11 +65,16 @@ def call_deadline(ring: Ring, collective: str, timeout: Seconds) -> Deadline:
     return limit
 
 
-def await_stream(ring: Ring, collective: str, mode: StreamMode, limit: Deadline) -> None:
-    """Block the host until the stream of a launched call has done what it has now."""
+def await_stream(
+    ring: Ring, collective: str, mode: StreamMode, limit: Deadline, args: tuple[Any, ...] = ()
+) -> None:
+    """Block the host until the stream of a launched call has done what it has now.
+
+    ``args``: Those of the launch, for error texts.
+    """
     if ring._fences is None:
         return
     stream = torch.cuda.current_stream(ring.device) if mode.use_calc_stream else ring._fences.comm
     event = torch.cuda.Event()
     event.record(stream)
-    await_event(event, limit, lambda seconds: ring._health.late(collective, seconds))
+    await_event(event, limit, partial(ring._health.late, collective, args))

@@ -195,7 +195,7 @@ def fill(
         copy()
     event = torch.cuda.Event()
     event.record(comm)
-    late = partial(ring._health.late, collective)
+    late = partial(ring._health.late, collective, ())
     return begun(Work(result, OnStream(event, calc, (call, copy), capture, late), limit))
 
 
