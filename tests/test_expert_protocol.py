@@ -1,8 +1,7 @@
 """The protocol of the expert kernels in a model: right in any order, no rule too many."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -11,12 +10,15 @@ import pytest
 from tests.support.expert_model import (
     BACK,
     DISPATCH,
+    PUSH,
     READY,
     ROOM,
+    TAKE,
     Block,
     Call,
     Machine,
     Steps,
+    least_places,
 )
 from tests.support.push_model import Violation
 
@@ -54,7 +56,10 @@ def some_calls(size: int, seed: int, count: int = 8, *, masks: bool = True) -> l
                 [[to for to in token if to in live] for token in tokens] if rank in live else []
                 for rank, tokens in enumerate(ranks)
             ]
-        calls.append(Call(random.choice((DISPATCH, BACK)), number, cells, ranks, grids, live))
+        places = least_places(size) + random.choice((0, 1, 3, 1000))
+        kind = random.choice((DISPATCH, BACK))
+        few = random.random() < 0.5
+        calls.append(Call(kind, number, cells, ranks, grids, live, few, places))
     return calls
 
 
@@ -170,24 +175,65 @@ def _tokens_of_an_earlier_pass_are_not_awaited(patch: pytest.MonkeyPatch) -> Non
 
 
 def _passes_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Block, "has_reached", lambda *_: READY)
+    patch.setattr(Block, "has_pushed", lambda *_: READY)
 
 
 def _takers_have_several_senders(patch: pytest.MonkeyPatch) -> None:
-    def take_rows(self: Block) -> Steps:
+    def take_rows(self: Block, source: int) -> Steps:
         size = self.machine.size
-        for rank in range(size):
-            if not (yield from self.wait(partial(self.is_counted, rank))):
-                return False
-        counts = [self.rank.memory[self.half("count", source)][1] for source in range(size)]
+        if not (yield from self.are_counted(range(size))):
+            return False
+        counts = [
+            self.rank.memory[self.half("count", rank)][1] if rank in self.call.live else 0
+            for rank in range(size)
+        ]
         rows = [(row, s) for row in range(max(counts)) for s in range(size) if row < counts[s]]
-        others = self.kernel.takers - 1  # as many as senders would have one each
-        for row, source in rows[self.index :: others] if self.index < others else ():
+        for item in self.items(TAKE, len(rows)):
+            row, source = rows[item]
             if not (yield from self.take(source, row, counts[source])):
                 return False
         return True
 
     patch.setattr(Block, "take_rows", take_rows)
+
+
+def _pushers_have_shares_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    def items(self: Block, work: int, count: int) -> Iterator[int]:
+        if work != PUSH:
+            return claimed(self, work, count)
+        first = max(0, self.index - self.machine.size - 1)
+        return iter(range(first, count, self.kernel.pushers - 1))
+
+    claimed = Block.items
+    patch.setattr(Block, "items", items)
+
+
+def _takers_have_shares_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    def items(self: Block, work: int, count: int) -> Iterator[int]:
+        taker = self.taker()
+        if taker is None:
+            return claimed(self, work, count)
+        size = self.machine.size if self.call.kind == DISPATCH else 1
+        return iter(range(taker // size, count, self.kernel.takers // size))
+
+    claimed = Block.items
+    patch.setattr(Block, "items", items)
+
+
+def _takers_begin_last(patch: pytest.MonkeyPatch) -> None:
+    def taker(self: Block) -> int | None:
+        number = self.index - self.kernel.pushers
+        return number if number >= 0 else None
+
+    patch.setattr(Block, "taker", taker)
+
+
+def _takers_begin_first(patch: pytest.MonkeyPatch) -> None:
+    def taker(self: Block) -> int | None:
+        number = self.index - 1
+        return number if 0 <= number < self.kernel.takers else None
+
+    patch.setattr(Block, "taker", taker)
 
 
 def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
@@ -219,6 +265,10 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
         _tokens_of_an_earlier_pass_are_not_awaited,
         _passes_are_not_awaited,
         _takers_have_several_senders,
+        _pushers_have_shares_of_their_own,
+        _takers_have_shares_of_their_own,
+        _takers_begin_last,
+        _takers_begin_first,
         _tags_repeat_in_every_call,
     ],
 )

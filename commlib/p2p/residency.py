@@ -4,7 +4,8 @@ A kernel that waits on all of a GPU keeps every other kernel away. Two rings on 
 each hold one rank's GPU and wait for the other's. No order in the program prevents that when graphs
 are replayed. So at most one ring may fill a GPU, and a kernel of any other ring takes at most a
 quarter of it. Up to four rings can then run at the same time: bounded kernels always fit, and the
-ring that fills a GPU makes progress in what the others leave.
+ring that fills a GPU makes progress in what the others leave: its blocks start in order, and wait
+for nothing that a block without a place has to do.
 
 Blocks of the next kernel that wait for the end of one take places too. That kernel may be of any
 size and of any ring. So only the ring that may fill a GPU lets the next kernel start early.

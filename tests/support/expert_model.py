@@ -6,7 +6,8 @@ and which row it is of. Names are those of experts.cuh.
 
 import heapq
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from random import Random
@@ -19,6 +20,7 @@ ROOM = 12  # cells of the slots of one pair
 GROUP = 3  # sums that a block prepares together
 READY = -1
 DISPATCH, BACK = 0, 1
+PUSH, TAKE = 0, 1  # what blocks claim items of; on the way to the experts TAKE + the sender
 
 
 class Call(NamedTuple):
@@ -34,6 +36,8 @@ class Call(NamedTuple):
     ranks: Sequence[Sequence[Sequence[int]]]
     grids: Sequence[tuple[int, int]]  # pushers, two at least, and takers per sender
     live: Sequence[int]
+    few: bool = True  # pushers, which begin before most takers
+    places: int = 1000  # of blocks that run on a GPU at the same time, at least ``least_places``
 
     @property
     def slots(self) -> int:
@@ -44,6 +48,11 @@ class Call(NamedTuple):
         return [token for token, ranks in enumerate(self.ranks[source]) if rank in ranks]
 
 
+def least_places(size: int) -> int:
+    """Return how many blocks of a kernel run at least: one that counts, takers, and a pusher."""
+    return size + 2
+
+
 class Rank:
     """One rank: its memory, its kernels and what its host is given."""
 
@@ -52,7 +61,7 @@ class Rank:
         self.begun = [0] * size
         self.waits: dict[tuple[int, int], int] = {}  # call in which one has waited for another
         self.calls = 0
-        self.memory: dict[tuple[Any, ...], Any] = {}  # counts, slots, flags, freed, used, progress
+        self.memory: dict[tuple[Any, ...], Any] = {}  # counts, slots, flags, freed, used
         self.fault: int | None = None  # a peer that was given up
         self.stops_in = 0  # the call in which it stops for good; 0 for none
         self.late = 0.0  # how long its calls wait before they begin
@@ -93,6 +102,9 @@ class Kernel:
         pushers, takers = call.grids[rank.index]
         self.pushers, self.takers = pushers, takers * machine.size
         self.under_way = self.pushers + self.takers
+        self.to_begin = iter(range(self.under_way))
+        self.claims = Counter[int]()  # by work
+        self.pushed = self.last_pass = 0
 
     @classmethod
     def launch(cls, machine: Machine, rank: Rank, calls: Any) -> None:
@@ -103,8 +115,14 @@ class Kernel:
             machine.later(kernel.begin, rank.late + machine.random.choice((0, 0, 1000)))
 
     def begin(self) -> None:
-        """Let the blocks begin, in any order."""
-        for index in range(self.pushers + self.takers):
+        """Let as many blocks begin as there are places."""
+        for _ in range(self.call.places):
+            self.begin_block()
+
+    def begin_block(self) -> None:
+        """Let the next block begin, if there is one."""
+        index = next(self.to_begin, None)
+        if index is not None:
             block = self.machine.block(self, index)
             self.machine.later(partial(self.go_on, block.run()))
 
@@ -116,6 +134,7 @@ class Kernel:
             if self.rank.stops_in < 0:
                 return None
             return self.machine.later(partial(self.go_on, steps), wait)
+        self.begin_block()
         return self.done()
 
     def done(self) -> None:
@@ -142,13 +161,42 @@ class Block:
             return False
         if self.me not in self.call.live:
             return True
-        if self.index == self.kernel.pushers + self.kernel.takers - 1:
+        if self.index == 1:
             for rank in self.call.live:
                 self.store(partial(self.begin_at, self.machine.ranks[rank]))
-        if self.index < self.kernel.pushers:
+        taker = self.taker()
+        if taker is None:
             return (yield from self.push_rows() if self.call.kind == DISPATCH else self.push_sums())
-        self.index -= self.kernel.pushers
-        return (yield from self.take_rows() if self.call.kind == DISPATCH else self.take_sums())
+        source = taker % self.machine.size
+        return (
+            yield from self.take_rows(source) if self.call.kind == DISPATCH else self.take_sums()
+        )
+
+    def taker(self) -> int | None:
+        """Return this block's number among takers; None for a pusher. The first ones do all."""
+        size, pushers = self.machine.size, self.kernel.pushers - 1
+        every, before = pushers + self.kernel.takers - size, self.index - 1 - size
+        if before < 0:
+            return self.index - 1 if self.index else None
+        found, more = (
+            max(0, i - pushers) if self.call.few else i * (every - pushers) // every
+            for i in (before, before + 1)
+        )
+        return size + found if more > found else None
+
+    def claim(self, work: int) -> int:
+        """Return the next item of a work."""
+        item = self.kernel.claims[work]
+        self.kernel.claims[work] += 1
+        return item
+
+    def items(self, work: int, count: int) -> Iterator[int]:
+        """Claim items while there are some, each before the one before it is done."""
+        item = self.claim(work)
+        while item < count:
+            later = self.claim(work)
+            yield item
+            item = later
 
     def begin_at(self, rank: Rank) -> None:
         rank.begun[self.me] = max(rank.begun[self.me], self.number)
@@ -280,16 +328,13 @@ class Block:
     # -- to the experts ----------------------------------------------------------------------------
 
     def push_rows(self) -> Steps:
-        """Push tokens in turn; the first block sends the counts instead."""
+        """Push tokens; the first block sends the counts instead."""
         if self.index == 0:
             return (yield from self.announce()) and (yield from self.are_counted(self.call.live))
-        numbers = [0] * self.machine.size
-        for token, ranks in enumerate(self.call.ranks[self.me]):
-            rows = {rank: numbers[rank] for rank in ranks}
-            for rank in ranks:
-                numbers[rank] += 1
-            mine = token % (self.kernel.pushers - 1) == self.index - 1
-            if mine and not (yield from self.push_token(rows)):
+        tokens = self.call.ranks[self.me]
+        for token in self.items(PUSH, len(tokens)):
+            rows = {rank: sum(rank in one for one in tokens[:token]) for rank in tokens[token]}
+            if not (yield from self.push_token(rows)):
                 return False
         return (yield from self.are_counted(self.call.live))  # to clear the other rows
 
@@ -334,15 +379,14 @@ class Block:
             raise Violation(f"the counts of rank {source} are those of a later call")
         return READY if word[0] == self.number else source
 
-    def take_rows(self) -> Steps:
-        """Take the rows of one sender, in order; offsets need the counts of the ranks before."""
-        source, first = self.index % self.machine.size, self.index // self.machine.size
+    def take_rows(self, source: int) -> Steps:
+        """Take rows of one sender; offsets need the counts of the ranks before."""
         if source not in self.call.live:
             return True
         if not (yield from self.are_counted(range(source + 1))):
             return False
         rows = self.rank.memory[self.half("count", source)][1]
-        for row in range(first, rows, self.kernel.takers // self.machine.size):
+        for row in self.items(TAKE + source, rows):
             if not (yield from self.take(source, row, rows)):
                 return False
         return True
@@ -357,21 +401,23 @@ class Block:
     # -- back --------------------------------------------------------------------------------------
 
     def push_sums(self) -> Steps:
-        """Push the sums that this block has, pass by pass."""
+        """Push the sums of shares of passes."""
         every = [(s, t) for s in range(self.machine.size) for t in self.call.rows(s, self.me)]
         Random(self.call.number * 64 + self.me).shuffle(every)  # the same in all blocks
-        own = every[self.index :: self.kernel.pushers]
-        passes = sorted({token // self.call.slots for _, token in own})
-        for turn in passes:
-            self.reach(turn)
-            if turn and not (yield from self.wait(partial(self.has_reached, turn))):
+        while True:
+            turn, share = divmod(self.claim(PUSH), self.kernel.pushers)
+            if not (yield from self.wait(partial(self.has_pushed, turn))):
                 return False
+            if turn > self.kernel.last_pass:
+                return True
+            own = every[share :: self.kernel.pushers]
             now = [(to, token) for to, token in own if token // self.call.slots == turn]
             for first in range(0, len(now), GROUP):
                 if not (yield from self.push_group(now[first : first + GROUP])):
                     return False
-        self.reach(math.inf)
-        return True
+            passes = [token // self.call.slots for _, token in own]
+            self.kernel.last_pass = max(self.kernel.last_pass, *passes, 0)
+            self.kernel.pushed += 1
 
     def push_group(self, sums: Sequence[tuple[int, int]]) -> Steps:
         """Wait for the slots of a few sums, then push them."""
@@ -389,18 +435,14 @@ class Block:
         last = self.rank.memory.get(self.word("used", to, token % self.call.slots))
         return last if last is not None and last[0] == self.number else None
 
-    def reach(self, turn: float) -> None:
-        self.rank.memory["progress", self.index] = self.number, turn
-
-    def has_reached(self, turn: int) -> int:
-        """Return READY if all pushers of this rank have ended the passes before ``turn``."""
-        words = (self.rank.memory.get(("progress", i), (0, 0)) for i in range(self.kernel.pushers))
-        return READY if all(n == self.number and at >= turn for n, at in words) else self.me
+    def has_pushed(self, turn: int) -> int:
+        """Return READY if this rank has pushed all shares of the passes before ``turn``."""
+        return READY if self.kernel.pushed >= turn * self.kernel.pushers else self.me
 
     def take_sums(self) -> Steps:
-        """Take the sums of tokens in turn, of all ranks that have a row of them."""
+        """Take the sums of tokens, of all ranks that have a row of them."""
         ranks = self.call.ranks[self.me]
-        for token in range(self.index, len(ranks), self.kernel.takers):
+        for token in self.items(TAKE, len(ranks)):
             for rank in sorted(ranks[token]):
                 if not (yield from self.take(rank, token, len(ranks))):
                     return False

@@ -1,8 +1,11 @@
 // Tokens to the experts of every rank and back, with counts that never leave the GPUs.
 //
-// One launch per call. Some of its blocks push, the others take, so no wait is for the same block;
-// all of them fit on the GPU together. The routing is known to the kernel alone: a replayed graph
-// may have another one every time. Nothing in the protocol depends on the number of blocks.
+// One launch per call. Some of its blocks push, the others take, so no wait is for the same block.
+// The routing is known to the kernel alone: a replayed graph may have another one every time. Nothing
+// in the protocol depends on the number of blocks, nor on how many of them run at the same time: other
+// kernels may hold most of the GPU. So blocks claim what they do, item after item, in the order of the
+// waits below, and the first blocks of a launch do all kinds of work (see `role`). What a block waits
+// for is then the work of a block that runs, or has ended.
 //
 // Calls. Every rank starts a call by a word to all others. It has ended its calls before then, so what
 // they had in its memory is no longer needed. Slots, flags and counts have two halves, which calls use in
@@ -21,12 +24,12 @@
 //
 // Why no circle of ranks waits:
 //   - On the way to the experts, row j of a sender for a rank (the j-th token with an expert there)
-//     waits for row j - slots. Pushers handle tokens in order, and each taker handles the rows of one
+//     waits for row j - slots. Pushers claim tokens in order, and each taker claims the rows of one
 //     sender alone, in order. So a token waits for earlier tokens of the same sender only. (A taker
 //     with several senders would be wrong: their orders have nothing to do with each other.)
-//   - On the way back, token t has slot t % slots, so a pass of `slots` tokens fits at a time. A rank
-//     pushes nothing of a pass before all its blocks have pushed what they have in earlier passes,
-//     and takers handle tokens in order. So a pass waits for earlier passes only.
+//   - On the way back, token t has slot t % slots, so a pass of `slots` tokens fits at a time. Pushers
+//     claim the shares of a pass after those of earlier passes, and push nothing of it before all of
+//     these are done. Takers claim tokens in order. So a pass waits for earlier passes only.
 //
 // Counts. Each call to the experts starts with the choices of this rank counted by expert and by
 // rank, to all ranks: words of a count and the number of the call, so no fence and no flag.
@@ -51,6 +54,7 @@ constexpr int kSlots = 4096;    // per pair of ranks
 constexpr int kCounters = kExperts + kRanks;
 constexpr int kVectors = 4;     // that a thread copies at a time
 constexpr int kInverse = 20;    // bits of Call.inverse after the point
+constexpr int kWorks = 1 + kRanks;  // that blocks claim
 constexpr u32 kPolls = 1024;    // between two looks at the clock
 constexpr u32 kWarp = 0xffffffffu;
 
@@ -79,7 +83,7 @@ struct Call {  // as in experts/layout.py
     char* base[kRanks];  // every rank's memory, as this rank sees it
     u64* error;          // in host memory: 0, or the first fault
     Overflow* overflow;  // null without a report
-    i64 first_count, first_flag, first_freed, first_used, first_progress, first_slot;  // offsets
+    i64 first_count, first_flag, first_freed, first_used, first_slot;  // offsets
     i64 share;           // bytes of the slots of one pair, in one half
     i64 slot;            // bytes of a slot
     int slots;           // of a pair, in one half
@@ -87,7 +91,7 @@ struct Call {  // as in experts/layout.py
     int row;             // bytes of a row that is given
     int wide;            // whether ids have 64 bits
     int weighted;
-    int pushers;         // the first blocks; the others take
+    int pushers;         // blocks; the others take
     int inverse;         // 1 / local, rounded up: exact for all experts
 };
 
@@ -96,6 +100,9 @@ struct Control {
     u64 begun[kRanks];          // [r]: the last call that rank r has begun
     u64 calls;                  // the last call that this rank has ended
     u64 limit_ns;               // how long to wait for a peer
+    u32 claims[kWorks];         // items of the present call, by work
+    u32 pushed;                 // shares of passes, in the present call
+    u32 last_pass;              // of the present call, as far as `pushed` says
     u32 arrived;                // blocks that have ended the present call
     u32 aborted;                // 0, or 1 + the peer that was given up, here or elsewhere
     u64 waits[kRanks][kRanks];  // [r][p]: the last call in which r has waited for p for long
@@ -126,6 +133,43 @@ __device__ inline u64 following(u64 calls) {
 __device__ inline u64 tag(const State& state, u32 index) {
     return state.call << 32 | (index + 1);
 }
+
+// -- work ------------------------------------------------------------------------------------------
+
+struct Role {  // of a block
+    bool takes;
+    int number;  // among those that do the same
+};
+
+// Blocks start in order. The first ones push and take, so that any number of them makes progress. Of
+// the others those that push start first where they are few: their work is soon done. Many take turns
+// with those that take, which would all come late where a part of the GPU is not free.
+__device__ inline Role role(const Call& call) {
+    const int block = blockIdx.x, i = block - 1 - call.size;
+    if (block == 0) return {false, 0};
+    if (i < 0) return {true, block - 1};
+    const int pushers = call.pushers - 1, all = gridDim.x - 1 - call.size;
+    const bool few = 4 * pushers <= all;
+    const auto takers = [&](int before) {
+        return few ? max(0, before - pushers) : before * (all - pushers) / all;
+    };
+    const int found = takers(i);
+    if (takers(i + 1) > found) return {true, call.size + found};
+    return {false, 1 + i - found};
+}
+
+// What blocks claim items of: to push, or to take, on the way to the experts from each sender.
+enum Work : int { kNothing = -1, kToPush, kToTake };
+
+__device__ inline Work to_take(int from) { return static_cast<Work>(kToTake + from); }
+
+// One thread claims the next item: an item of a block is later than those it has had.
+__device__ inline int claim(const Call& call, Work work) {
+    return atomicAdd(&control(call, call.rank)->claims[work], 1);
+}
+
+// The thread that claims, while others wait or copy.
+__device__ inline bool claims() { return threadIdx.x == kThreads - 1; }
 
 // -- places ----------------------------------------------------------------------------------------
 
@@ -278,12 +322,14 @@ __device__ inline void release(const Call& call, int from, int index, u64 tag) {
 // -- begin and end of a call -----------------------------------------------------------------------
 
 // False in all threads where the ring has a fault. One warp of a block reads the control words: all
-// threads of a GPU would take turns.
-__device__ inline bool enter(const Call& call, Kind kind, State& state) {
+// threads of a GPU would take turns. `item`: the first one of the block's work.
+__device__ inline bool enter(const Call& call, Kind kind, Work work, State& state, int& item) {
     __shared__ State shared;
     __shared__ u32 aborted;
+    __shared__ int claimed;
     await_predecessor();
     const int rank = threadIdx.x;
+    if (claims() && work != kNothing) claimed = claim(call, work);
     if (rank < 32) {
         const Control* mine = control(call, call.rank);
         const u64 calls = peek(&mine->calls);
@@ -297,7 +343,8 @@ __device__ inline bool enter(const Call& call, Kind kind, State& state) {
     }
     __syncthreads();
     state = shared;
-    if (blockIdx.x == gridDim.x - 1 && rank < kRanks && has(state.live, rank)) {
+    item = claimed;
+    if (blockIdx.x == 1 && rank < kRanks && has(state.live, rank)) {
         fence();
         poke(&control(call, rank)->begun[call.rank], state.call);
     }
@@ -329,8 +376,10 @@ __device__ inline void leave(const Call& call, const State& state, Spoil spoil) 
     __syncthreads();
     if (!last) return;
     if (aborted) spoil();
+    if (threadIdx.x < kWorks) mine->claims[threadIdx.x] = 0;
+    __syncthreads();
     if (threadIdx.x) return;
-    mine->arrived = 0;
+    mine->pushed = mine->last_pass = mine->arrived = 0;
     __threadfence();
     poke(&mine->calls, state.call);
 }

@@ -10,7 +10,6 @@ constexpr int kAhead = 2;  // rows that are on their way at the same time
 constexpr int kLines = 4;  // of `sources` that a thread looks at at a time
 constexpr int kFew = 4096;  // rows of which every block looks at all
 constexpr int kGroup = 8;  // sums that a block prepares together
-constexpr int kNoPass = 0x7fffffff;
 
 struct Source {  // a line of `sources`
     int rank, token, choice, link;
@@ -26,31 +25,30 @@ __device__ inline Source source(const Call& call, i64 row) {
 
 // -- passes ----------------------------------------------------------------------------------------
 
-__device__ inline u64* progress(const Call& call, int pusher) {
-    return reinterpret_cast<u64*>(call.base[call.rank] + call.first_progress) + pusher;
-}
-
-// Tells the other pushers of this rank that this one has no rows of passes before `pass` left.
-__device__ inline void reach(const Call& call, const State& state, int pass) {
+// Tells the other pushers of this rank that a share of a pass is done. `last`: the last pass in it.
+__device__ inline void finish_share(const Call& call, int last) {
+    Control* mine = control(call, call.rank);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        fence();
-        poke(progress(call, blockIdx.x), state.call << 32 | static_cast<u32>(pass));
-    }
+    if (threadIdx.x) return;
+    if (last) atomicMax(&mine->last_pass, static_cast<u32>(last));
+    __threadfence();
+    atomicAdd(&mine->pushed, 1);
 }
 
-__device__ inline bool await_pushers(const Call& call, const State& state, int pass) {
+// Waits for all shares of the passes before `pass`; `exists` says whether there is such a pass.
+__device__ inline bool await_passes(const Call& call, const State& state, int pass, bool& exists) {
+    __shared__ bool more;
+    const Control* mine = control(call, call.rank);
+    const u32 shares = static_cast<u32>(pass) * call.pushers;
     bool good = true;
-    for (int i = threadIdx.x; i < call.pushers; i += kThreads) {
-        good = good && await(call, state, [&] {
-            const u64 reached = peek(progress(call, i));
-            const bool here = reached >> 32 == (state.call & 0xffffffffu);
-            const bool far = static_cast<u32>(reached) >= static_cast<u32>(pass);
-            return here && far ? kReady : call.rank;
-        });
+    if (threadIdx.x == 0) {
+        good = await(call, state, [&] { return peek(&mine->pushed) >= shares ? kReady : call.rank; });
+        __threadfence();
+        more = peek(&mine->last_pass) >= static_cast<u32>(pass);
     }
-    fence();
-    return __syncthreads_and(good);
+    good = __syncthreads_and(good);
+    exists = more;
+    return good;
 }
 
 // -- pushing ---------------------------------------------------------------------------------------
@@ -157,15 +155,18 @@ __device__ bool push_sums(const Call& call, const State& state, const int* rows,
     return true;
 }
 
-// Pushes what this block has of a pass; `next` is the next pass it has something of. Many rows go round
-// the blocks. Of few, tokens do: more blocks then have something.
+// Of few rows every block looks at all: tokens then go round the shares, as more shares have something.
+__device__ inline bool has_few_rows(const Call& call) { return call.local * call.capacity <= kFew; }
+
+// Pushes a share of a pass, of as many as there are pushers; `last` is 0, or the last pass that the rows
+// that it has looked at belong to.
 template <class T>
-__device__ bool push_pass(const Call& call, const State& state, int pass, int& next) {
-    __shared__ int list[kLines * kThreads], listed, later;
+__device__ bool push_share(const Call& call, const State& state, int pass, int share, int& last) {
+    __shared__ int list[kLines * kThreads], listed, latest;
     const int rows = call.local * call.capacity;
-    const bool few = rows <= kFew;
-    const int start = few ? 0 : blockIdx.x, step = few ? 1 : call.pushers;
-    if (threadIdx.x == 0) later = kNoPass;
+    const bool few = has_few_rows(call);
+    const int start = few ? 0 : share, step = few ? 1 : call.pushers;
+    if (threadIdx.x == 0) latest = 0;
 #pragma unroll 1
     for (int first = start; first < rows; first += kLines * kThreads * step) {
         if (threadIdx.x == 0) listed = 0;
@@ -181,11 +182,11 @@ __device__ bool push_pass(const Call& call, const State& state, int pass, int& n
             const int row = first + (k * kThreads + threadIdx.x) * step;
             const Source at = lines[k];
             if (row >= rows || !at.first() || !has(state.live, at.rank)) continue;
-            const u32 turn = static_cast<u32>(at.token) * call.size + at.rank;
-            if (few && turn % call.pushers != blockIdx.x) continue;
             const int when = at.token / call.slots;
+            if (when > pass) atomicMax(&latest, when);
+            const u32 turn = static_cast<u32>(at.token) * call.size + at.rank;
+            if (few && turn % call.pushers != share) continue;
             if (when == pass) list[atomicAdd(&listed, 1)] = row;
-            if (when > pass) atomicMin(&later, when);
         }
         __syncthreads();
 #pragma unroll 1
@@ -195,18 +196,25 @@ __device__ bool push_pass(const Call& call, const State& state, int pass, int& n
         __syncthreads();
     }
     __syncthreads();
-    next = later;
+    last = latest;
     return true;
 }
 
 template <class T>
-__device__ bool push(const Call& call, const State& state) {
-    for (int pass = 0, next; pass != kNoPass; pass = next) {
-        if (pass && !await_pushers(call, state, pass)) return false;
-        if (!push_pass<T>(call, state, pass, next)) return false;
-        reach(call, state, next);
+__device__ bool push(const Call& call, const State& state, int item) {
+    __shared__ int next;
+    for (;; item = next) {
+        const int pass = item / call.pushers, share = item % call.pushers;
+        int last;
+        bool exists = true;
+        if (pass && !await_passes(call, state, pass, exists)) return false;
+        if (!exists) return true;
+        if (!push_share<T>(call, state, pass, share, last)) return false;
+        if (!last && has_few_rows(call)) return true;  // nobody waits for this share
+        finish_share(call, last);
+        if (claims()) next = claim(call, kToPush);
+        __syncthreads();
     }
-    return true;
 }
 
 // -- taking ----------------------------------------------------------------------------------------
@@ -259,17 +267,19 @@ __device__ bool await_sums(const Call& call, const State& state, int token, u32&
 }
 
 template <class T>
-__device__ bool take(const Call& call, const State& state) {
+__device__ bool take(const Call& call, const State& state, int token) {
     __shared__ u32 from;
-    const int takers = gridDim.x - call.pushers, vectors = call.row / 16;
-    for (int token = blockIdx.x - call.pushers; token < call.tokens; token += takers) {
+    __shared__ int next;
+    const int vectors = call.row / 16;
+    for (; token < call.tokens; token = next) {
         const bool good = threadIdx.x >= 32 || await_sums(call, state, token, from);
         if (!__syncthreads_and(good)) return false;
-        const int index = token % call.slots;
+        const int index = token % call.slots, later = claims() ? claim(call, kToTake) : 0;
         take_sum<T>(call, state, from, index,
                     reinterpret_cast<uint4*>(call.out) + static_cast<i64>(token) * vectors);
         const int peer = after_first_warp();  // the first warp goes on with the next token
         const bool releases = peer >= 0 && has(from, peer) && token + call.slots < call.tokens;
+        if (claims()) next = later;
         __syncthreads();
         if (releases) release(call, peer, index, tag(state, token));
     }
@@ -280,10 +290,12 @@ __device__ bool take(const Call& call, const State& state) {
 
 template <class T>
 __device__ void run(const Call& call) {
+    const bool takes = role(call).takes;
     State state;
-    if (enter(call, kBack, state)) {
-        if (blockIdx.x < call.pushers) push<T>(call, state);
-        else take<T>(call, state);
+    int item;
+    if (enter(call, kBack, takes ? kToTake : kToPush, state, item)) {
+        if (takes) take<T>(call, state, item);
+        else push<T>(call, state, item);
     }
     leave(call, state, [&] { fill(call.out, static_cast<i64>(call.tokens) * call.row, ~0u); });
 }

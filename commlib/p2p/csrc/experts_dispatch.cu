@@ -1,7 +1,7 @@
 // Tokens to their experts (see experts.cuh). A token's row travels once to each rank that has one of
 // its experts, and the receiver copies it to all its places there.
 //
-// The first block counts. The other pushers handle tokens in turn. A row's number among those for the
+// The first block counts. The other pushers claim tokens in order. A row's number among those for the
 // same rank, and the number of a choice among this rank's for the same expert, follow from the choices
 // of all earlier tokens: every pusher counts them as it goes on, so no block waits for another one to
 // count. Pushers then make the rows zero that are not used, while takers copy.
@@ -68,20 +68,24 @@ __device__ inline void write_headers(const Call& call, const Plan& plan, u32 ran
     }
 }
 
+// Pushes tokens from `token` on, which is then the next one of the block; as many as may wait for places.
 template <bool Known, class Way>
-__device__ bool push(const Call& call, const State& state) {
+__device__ bool push_some(const Call& call, const State& state, int& token, Pushed& pushed) {
     __shared__ Plan plan;
     __shared__ char* slots[kRanks];
-    int counted = 0;
+    __shared__ int next;
+    int counted = 0, count = 0;
     clear();
 #pragma unroll 1
-    for (int token = first_token(); token < call.tokens; token += stride(call)) {
+    for (; token < call.tokens && (Known || count < kPlanned); token = next, ++count) {
         const i64 choice = static_cast<i64>(token) * call.choices + threadIdx.x;
         const int e = threadIdx.x < call.choices ? expert<Known>(call, choice) : -1;
         add<Known>(call, state.live, counted, token);
         counted = token + 1;
+        if (!Known && threadIdx.x == 0) pushed.tokens[count] = token;
         const bool good = threadIdx.x >= 32 || plan_token<Known>(call, state, token, e, plan);
         if (!__syncthreads_and(good)) return false;
+        const int later = claims() ? claim(call, kToPush) : 0;  // on its way for long
         if (threadIdx.x < kRanks && has(plan.ranks, threadIdx.x)) {
             const int index = plan.row[threadIdx.x] % call.slots;
             slots[threadIdx.x] = slot(call, state, threadIdx.x, call.rank, index) + header_bytes(call);
@@ -99,9 +103,21 @@ __device__ bool push(const Call& call, const State& state) {
             Way::push(call, call.x + static_cast<i64>(token) * call.row, others, slots);
             write_headers(call, plan, others, token, slots);
         }
+        if (claims()) next = later;
         __syncthreads();  // the first warp goes on with the next token
         if (peer >= 0 && has(others, peer)) raise(call, state, peer, row % call.slots, tag(state, row));
     }
+    pushed.count = count;
+    return true;
+}
+
+template <bool Known, class Way>
+__device__ bool push(const Call& call, const State& state, int token) {
+    __shared__ Pushed pushed;
+    do {
+        if (!push_some<Known, Way>(call, state, token, pushed)) return false;
+        if (!Known && pushed.count && !place_choices(call, state, pushed)) return false;
+    } while (!Known && token < call.tokens);
     return true;
 }
 
@@ -142,12 +158,10 @@ __device__ bool find_places(const Call& call, const State& state, int from, int 
 }
 
 template <bool Known, class Way>
-__device__ bool take(const Call& call, const State& state) {
+__device__ bool take(const Call& call, const State& state, int from, int row) {
     __shared__ Taken taken;
     __shared__ u32 rows;
-    const int taker = blockIdx.x - call.pushers, takers = gridDim.x - call.pushers;
-    const int from = taker % call.size;  // takers of one sender: see experts.cuh
-    const int workers = (takers - from + call.size - 1) / call.size;
+    __shared__ int next;
     if (!has(state.live, from)) return true;
     bool good = true;
     clear();
@@ -158,14 +172,16 @@ __device__ bool take(const Call& call, const State& state) {
     if (!Known) good = add_counts(call, state, before(from), first, call.local) && good;
     if (!__syncthreads_and(good)) return false;
 #pragma unroll 1
-    for (int row = taker / call.size; row < rows; row += workers) {
+    for (; row < rows; row = next) {
         good = threadIdx.x >= 32 || find_places<Known>(call, state, from, row, taken);
         if (!__syncthreads_and(good)) return false;
         const char* at = slot(call, state, call.rank, from, row % call.slots) + header_bytes(call);
+        const int later = claims() ? claim(call, to_take(from)) : 0;  // on its way for long
         if (!Way::kOwnSlots && from == call.rank) {
             at = call.x + static_cast<i64>(taken.token) * call.row;
         }
         if (taken.count) Way::put(call, at, taken);
+        if (claims()) next = later;
         __syncthreads();
         if (row + call.slots >= rows) continue;  // no later row needs the slot
         if (after_first_warp() == 0) release(call, from, row % call.slots, tag(state, row));
@@ -192,14 +208,19 @@ __device__ void spoil(const Call& call) {
 
 template <bool Known, class Way>
 __device__ void run(const Call& call) {
+    const Role block = role(call);
+    const int from = block.number % call.size;  // a taker has one sender: see experts.cuh
+    const bool counts = !block.takes && block.number == 0;
     State state;
-    bool good = enter(call, kToExperts, state);
-    if (blockIdx.x >= call.pushers) {
-        if (good) take<Known, Way>(call, state);
+    int item;
+    const Work work = counts ? kNothing : block.takes ? to_take(from) : kToPush;
+    bool good = enter(call, kToExperts, work, state, item);
+    if (block.takes) {
+        if (good) take<Known, Way>(call, state, from, item);
     } else {
-        if (good) good = blockIdx.x ? push<Known, Way>(call, state) : announce<Known>(call, state);
-        if (good && !Known) good = blockIdx.x ? place_choices(call, state) : total(call, state);
-        if (good) clear_unused<Known, Way>(call, state);
+        if (good) good = counts ? announce<Known>(call, state) : push<Known, Way>(call, state, item);
+        if (good && !Known && counts) good = total(call, state);
+        if (good) clear_unused<Known, Way>(call, state, block.number);
     }
     leave(call, state, [&] { spoil<Known, Way>(call); });
 }

@@ -3,21 +3,20 @@
 #pragma once
 #include "experts_counts.cuh"
 
-// The tokens of a pusher: the first one, and from one to the next.
-__device__ inline int first_token() { return blockIdx.x - 1; }
-__device__ inline int stride(const Call& call) { return call.pushers - 1; }
+constexpr int kPlanned = 256;  // tokens whose choices wait for their places
 
-// Turns the indices of this block's tokens into places.
-__device__ bool place_choices(const Call& call, const State& state) {
-    if (first_token() >= call.tokens) return true;
+struct Pushed {  // tokens of a block
+    int count, tokens[kPlanned];
+};
+
+// Turns the indices of tokens that this block has pushed into places; the counters are lost.
+__device__ bool place_choices(const Call& call, const State& state, const Pushed& pushed) {
     clear();
     if (!add_counts(call, state, before(call.rank), 0, call.experts)) return false;
     const int bits = choice_bits(call), k = threadIdx.x & ((1 << bits) - 1);
 #pragma unroll 1
-    for (int i = threadIdx.x; k < call.choices; i += kThreads) {
-        const int token = first_token() + (i >> bits) * stride(call);
-        if (token >= call.tokens) break;
-        const i64 choice = static_cast<i64>(token) * call.choices + k;
+    for (int i = threadIdx.x; i < pushed.count << bits && k < call.choices; i += kThreads) {
+        const i64 choice = static_cast<i64>(pushed.tokens[i >> bits]) * call.choices + k;
         const int index = call.positions[choice], e = call.expert_ids[choice];
         if (index < 0) continue;
         const int place = counters[e] + index, row = e - owner(call, e) * call.local;
@@ -68,14 +67,14 @@ __device__ bool total(const Call& call, const State& state) {
 
 // Makes unused rows zero, each pusher its share.
 template <bool Known, class Way>
-__device__ bool clear_unused(const Call& call, const State& state) {
+__device__ bool clear_unused(const Call& call, const State& state, int pusher) {
     __shared__ int list[kThreads], listed;
     clear();
     const int own = call.rank * call.local;
     if (!Known && !add_counts(call, state, state.live, own, call.local)) return false;
     const int rows = call.local * call.capacity, bytes = Way::bytes(call);
 #pragma unroll 1
-    for (int first = blockIdx.x; first < rows; first += kThreads * call.pushers) {
+    for (int first = pusher; first < rows; first += kThreads * call.pushers) {
         if (threadIdx.x == 0) listed = 0;
         __syncthreads();
         const int row = first + threadIdx.x * call.pushers;

@@ -88,13 +88,13 @@ class ExpertChannel:
         call = ExpertCall(rank=ring.rank, size=ring.size, share=layout.share)
         call.error = self._error.address
         call.base[: ring.size] = self._memory.bases
-        call.first_count, call.first_progress = layout.count, layout.progress
-        call.first_flag, call.first_freed = layout.flag, layout.freed
-        call.first_used, call.first_slot = layout.used, layout.slot
+        call.first_count, call.first_flag = layout.count, layout.flag
+        call.first_freed, call.first_used = layout.freed, layout.used
+        call.first_slot = layout.slot
         return call
 
     def _launch(self, function: Any) -> tuple[nvrtc.Launch, int]:
-        """Return a launch and its number of blocks: at least two push, and one per sender takes."""
+        """Return a launch and its number of blocks: two push and one per sender takes, or more."""
         device = self._ring.device.index
         blocks = residency.grid(function, device, THREADS, _PER_MULTIPROCESSOR, self._fills)
         blocks = max(self._ring.size + 2, blocks)

@@ -2,7 +2,6 @@
 
 import ctypes
 
-from commlib.p2p import nvrtc
 from commlib.p2p.experts.tables import GROUP, ExpertSpec
 from commlib.p2p.kernel_table import VECTOR
 
@@ -28,8 +27,7 @@ class ExpertCall(ctypes.Structure):
         ("error", ctypes.c_void_p),
         ("overflow", ctypes.c_void_p),
         *((f"first_{name}", ctypes.c_int64) for name in ("count", "flag", "freed", "used")),
-        *((f"first_{name}", ctypes.c_int64) for name in ("progress", "slot")),
-        *((name, ctypes.c_int64) for name in ("share", "slot")),
+        *((name, ctypes.c_int64) for name in ("first_slot", "share", "slot")),
         *((name, ctypes.c_int) for name in ("slots", "rank", "size", "tokens", "choices")),
         *((name, ctypes.c_int) for name in ("experts", "local", "capacity", "row", "wide")),
         *((name, ctypes.c_int) for name in ("weighted", "pushers", "inverse")),
@@ -55,8 +53,7 @@ class Layout:
         self.flag = self.count + _HALVES * size * _COUNTERS * _WORD
         self.freed = self.flag + _HALVES * words
         self.used = self.freed + words
-        self.progress = self.used + words
-        self.slot = _in_lines(self.progress + nvrtc.MOST_BLOCKS * _WORD)
+        self.slot = _in_lines(self.used + words)
         self.share = room // _HALVES // size // _LINE * _LINE  # of one pair of ranks, in one half
         self.nbytes = self.slot + _HALVES * self.share * size
 
