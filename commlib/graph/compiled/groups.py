@@ -7,19 +7,20 @@ import torch
 import torch.distributed as dist
 
 from commlib.core.context import CommContext
+from commlib.graph.compiled.called import Call
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 
 
-def is_collective(node: torch.fx.Node) -> bool:
+def is_collective(call: Call) -> bool:
     """Return True for a functional collective of torch in an FX graph, and for its wait."""
-    return getattr(node.target, "namespace", "") in _NAMESPACES
+    return getattr(call.op, "namespace", "") in _NAMESPACES
 
 
-def stock_group(node: torch.fx.Node) -> str | None:
+def stock_group(call: Call) -> str | None:
     """Return the group of a functional collective, unless rings of ours move its bytes."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    values = dict(zip((x.name for x in schema), node.args, strict=False)) | node.kwargs
+    schema = call.op._schema.arguments
+    values = dict(zip((x.name for x in schema), call.args, strict=False)) | dict(call.kwargs)
     group = values.get("group_name")
     return None if group is None or is_ours(group) else f"group {group!r}"
 

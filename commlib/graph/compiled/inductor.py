@@ -8,6 +8,7 @@ import torch
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
 
+from commlib.graph.compiled.called import calls
 from commlib.graph.compiled.region import Code, Region
 from commlib.graph.compiled.static_positions import effect_tokens, static_positions
 from commlib.graph.operators.compiled_code import CompiledCode
@@ -81,7 +82,10 @@ def _boxed(run: Code) -> Code:
 
 
 def _written(gm: GraphModule) -> list[int]:
-    """Return the positions of the inputs that a graph writes to."""
+    """Return the positions of the inputs that a graph writes to.
+
+    Wrapped operators write to clones, and a ``copy_`` at the end of the graph to its inputs.
+    """
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     found = set[int]()
     for node in gm.graph.nodes:
@@ -95,4 +99,5 @@ def _written(gm: GraphModule) -> list[int]:
 
 def _draws(gm: GraphModule) -> bool:
     """Return True if a graph draws random numbers from torch's own generator."""
-    return any(_SEEDED in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
+    every = (call for node in gm.graph.nodes for call in calls(gm, node))
+    return any(_SEEDED in getattr(call.op, "tags", ()) for call in every)
