@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.exc import TorchRuntimeError
 
 from commlib import graph, ops
 from commlib.errors import ArgumentError, CapacityError, DeviceError, DtypeError, ShapeError
-from commlib.ops.expert_parallel.counted_rows import sendable
+from commlib.ops.expert_parallel.counted_rows import enough_for_tables, sendable
 from tests.support.checks import (
     assert_bits_equal,
     assert_equal,
@@ -233,5 +234,23 @@ def test_refusals(comm: Any) -> None:
         if on_gpu(comm):
             with raises(DeviceError, "local_count is on cpu"):
                 call(x, local.cpu(), expected, capacity=9)
+    before = calls(comm)
+    for call, name in ((ops.global_scatter, "global_scatter"), (ops.global_gather, "global_gath")):
+        for capacity in (2**30, 2**62):
+            words = f"rank {comm.rank} of 2", f"capacity={capacity} makes", "at most 1073741823"
+            for error, way in ((ArgumentError, call), (TorchRuntimeError, compile_whole(call))):
+                with raises(error, name, "on ring 0", *words, "pass a smaller capacity"):
+                    way(x, local, expected, capacity=capacity)
+    assert_equal(calls(comm), before, "calls launched by refused ones")
     with raises(ShapeError, "(0, 8)", "[capacity of global_scatter, width]"):
         ops.global_gather(x[:0], local, expected, capacity=9)
+
+
+@runs_on("ranks")
+def test_tables_without_memory(comm: Any) -> None:
+    """A capacity within the limit may still be more than the device has memory for."""
+    for back, name, rows in ((False, "global_scatter", 9), (True, "global_gather", 7)):
+        words = "on ring 0", f"the tables of capacity={rows} can't be allocated on {comm.device}"
+        refused = raises(ArgumentError, name, *words, "pass a smaller capacity")
+        with refused, enough_for_tables(comm, 7, 9, back):
+            torch.empty(2**60, dtype=torch.uint8, device=comm.device)

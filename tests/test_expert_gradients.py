@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import commlib
 from commlib import ops
@@ -91,6 +92,30 @@ def arguments_of(comm: Any, routing: Routing, seed: int = 0) -> tuple[Any, ...]:
 def gradients(out: torch.Tensor, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     wanted = [arguments[0], arguments[2], arguments[3]]
     return [out, *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+@runs_on("ranks")
+def test_saved_tensors_are_read_once(comm: Any) -> None:
+    """Checkpoints without reentrant autograd, and hooks that hand over a tensor once, work."""
+    for weighted in (True, False):
+        routing = random_routing(comm.size, 7, tokens=[5] * comm.size)
+
+        def run(
+            x: Any, ids: Any, weights: Any, scale: Any, *numbers: int, on: bool = weighted
+        ) -> Any:
+            sent = ops.expert_dispatch(x, ids, *numbers, weights=weights, on_overflow="drop")
+            y = ops.expert_combine(torch.tanh(sent.rows * scale), sent.handle, weighted=on)
+            return y + 0 * weights.sum()
+
+        arguments = arguments_of(comm, routing)
+        expected = gradients(run(*arguments), arguments)
+        again = checkpoint(run, *arguments, use_reentrant=False)
+        for found, want in zip(gradients(again, arguments), expected, strict=True):
+            assert_bits_equal(found, want, f"checkpoint, weighted={weighted}")
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: [x], lambda held: held.pop()):
+            out = run(*arguments)
+        for found, want in zip(gradients(out, arguments), expected, strict=True):
+            assert_bits_equal(found, want, f"hooks, weighted={weighted}")
 
 
 @runs_on("ranks")

@@ -8,7 +8,7 @@ from commlib.ops.expert_parallel import moves
 from commlib.ops.expert_parallel.checks import check_handle
 from commlib.ops.expert_parallel.handle import ExpertHandle
 from commlib.ops.expert_parallel.ids import check_tensor
-from commlib.ops.expert_parallel.moves import Move, saved
+from commlib.ops.expert_parallel.moves import Move, saved_with_more
 from commlib.ops.registered.library import once, register, traced
 
 Tensor = torch.Tensor
@@ -78,7 +78,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    move, y = saved(ctx), ctx.saved_tensors[-1]
+    move, (y,) = saved_with_more(ctx)
     of_weights = None
     with moves.same_gradients(NAME):
         of_y, dots = _gradients(grad, y, *move)

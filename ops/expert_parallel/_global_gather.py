@@ -39,7 +39,7 @@ def global_gather(
 
     Raises:
         ArgumentError: On every rank, if counts do not match; the text names the two ranks. With
-            ``capacity`` it is raised as in ``global_scatter``.
+            ``capacity`` it is raised as in ``global_scatter``, which has the same limit.
         RingError, DtypeError, ShapeError, DeviceError: Before any launch.
     """
     ring_id = ring_number("global_gather", ring_id)

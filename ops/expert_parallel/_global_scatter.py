@@ -44,6 +44,7 @@ def global_scatter(
     Raises:
         ArgumentError: On every rank, if counts do not match; the text names the two ranks. With
             ``capacity`` on a GPU the ring's next check raises it, such as ``ring.check()``.
+            The call itself raises it for a ``capacity`` above 2**30 - 1, or without memory.
         CapacityError: A rank receives more than ``capacity`` rows; raised likewise.
         RingError, DtypeError, ShapeError, DeviceError: Before any launch.
     """

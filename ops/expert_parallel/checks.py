@@ -96,7 +96,12 @@ def check_dispatch(
             f"{prefix}: x has width {x.shape[1]} with quantize='fp8'; expected a multiple of "
             f"{GROUP}; pad the rows"
         )
-    rows = local_experts(num_experts, ring.size) * capacity
+    check_rows(prefix, capacity, local_experts(num_experts, ring.size))
+
+
+def check_rows(prefix: str, capacity: int, experts: int) -> None:
+    """Raise for more rows than the links between rows can count: ``experts`` of a rank."""
+    rows = experts * capacity
     if rows > _MOST_ROWS:
         raise ArgumentError(
             f"{prefix}: capacity={capacity} makes {rows} rows on a rank; expected at most "

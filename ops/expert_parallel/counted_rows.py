@@ -4,6 +4,8 @@ Every rank counts as one expert with ``capacity`` rows: the counts of all ranks 
 is, and the kernels of the expert exchange move it there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, CapacityError, CommError, DtypeError, ShapeError
 from commlib.ops.expert_parallel import moves
 from commlib.ops.expert_parallel.agreement import CAPACITY, Number, check_once
-from commlib.ops.expert_parallel.checks import FLOATS
+from commlib.ops.expert_parallel.checks import FLOATS, check_rows
 from commlib.ops.expert_parallel.ids import check_number
 from commlib.ops.expert_parallel.moves import Move
 from commlib.ops.expert_parallel.plain_exchange import PlainExchange
@@ -109,6 +111,7 @@ def _run(
         back: For ``global_gather``.
     """
     ring = sized(COLLECTIVES[back], ring_id, size)
+    _check_capacity(ring, own_rows, capacity, back)
     needs_result(ring, COLLECTIVES[back])
     _check_numbers(ring, len(local_count), capacity, back)
     exchange = PlainExchange(ring, None, use_calc_stream)
@@ -120,9 +123,31 @@ def _run(
         found = _found(limits, sent, expected, table, capacity)
         describe = partial(_describe, COLLECTIVES[back])
         ring._device_reports.note(COLLECTIVES[back], found, describe)
-    return _send_tables(table, ring.rank, own_rows, capacity) + _take_tables(
-        table, ring.rank, capacity
-    )
+    with enough_for_tables(ring, own_rows, capacity, back):
+        sent_rows = _send_tables(table, ring.rank, own_rows, capacity)
+        return sent_rows + _take_tables(table, ring.rank, capacity)
+
+
+def _check_capacity(ring: CommContext, own_rows: int, capacity: int, back: bool) -> None:
+    """Raise for more rows than those of an ``expert_dispatch`` may be."""
+    check_rows(ring._describe(COLLECTIVES[back]), own_rows if back else capacity, 1)
+
+
+@contextmanager
+def enough_for_tables(
+    ring: CommContext, own_rows: int, capacity: int, back: bool
+) -> Iterator[None]:
+    """Raise ``ArgumentError`` if the tables inside can't be allocated."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:  # of torch's allocators
+        raise ArgumentError(
+            f"{ring._describe(COLLECTIVES[back])}: the tables of capacity="
+            f"{own_rows if back else capacity} can't be allocated on {ring.device}; pass a smaller "
+            f"capacity, such as the largest number of rows that a rank gets"
+        ) from error
 
 
 def _check_numbers(ring: CommContext, count: int, capacity: int, back: bool) -> None:
@@ -147,7 +172,7 @@ def sendable(sent: Tensor, rows: Tensor) -> Tensor:
 def _fake(
     local_count: Tensor, _: Tensor, ring_id: int, size: int, rows: int, capacity: int, *more: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sized(COLLECTIVES[more[1]], ring_id, size)
+    _check_capacity(sized(COLLECTIVES[more[1]], ring_id, size), rows, capacity, more[1])
     ids = local_count.new_empty((rows, 1), dtype=torch.int32)
     lines = ids.new_empty((capacity, 4))
     return ids, torch.empty_like(ids), lines, ids.new_empty(capacity, dtype=torch.float32)

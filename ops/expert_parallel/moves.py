@@ -62,7 +62,16 @@ class Move(NamedTuple):
 
 def saved(ctx: Any) -> Move:
     """Return the move that ``Move.save`` has kept."""
-    return Move(*ctx.saved_tensors[:_TENSORS], *ctx.numbers)
+    return saved_with_more(ctx)[0]
+
+
+def saved_with_more(ctx: Any) -> tuple[Move, tuple[Tensor | None, ...]]:
+    """Return the move that ``Move.save`` has kept, and the further tensors.
+
+    Call it once per backward: activation checkpointing unpacks each saved tensor only once.
+    """
+    tensors = ctx.saved_tensors
+    return Move(*tensors[:_TENSORS], *ctx.numbers), tensors[_TENSORS:]
 
 
 SCHEMA = (
