@@ -15,6 +15,7 @@ from commlib.compat.c10d import (
     batches,
     functional_ops,
     group_rings,
+    joins,
     shrinking,
     splits,
 )
@@ -34,6 +35,7 @@ def register() -> None:
         batches.install()
         barriers.install()
         functional_ops.install()
+        joins.install()
         splits.install()
         shrinking.install()
 
