@@ -70,7 +70,7 @@ def _nothing_compiled() -> Iterator[None]:
     gc.collect()
 
 
-def same_as_eager(f: Callable[..., Any], *state: Tensor) -> dict[str, Any]:
+def same_as_eager(f: Callable[..., Any], *state: Tensor, device: str = "cpu") -> dict[str, Any]:
     """Compare calls bit for bit, with their state and the generator; return why parts are eager."""
     results = []
     for call in (f, torch.compile(f, backend=graph.backend, options=STRICT, fullgraph=True)):
@@ -78,8 +78,8 @@ def same_as_eager(f: Callable[..., Any], *state: Tensor) -> dict[str, Any]:
         torch.manual_seed(3)
         held, found = [x.clone() for x in state], []
         for turn in range(CALLS):
-            out = call(torch.eye(SIZE) * (turn + 1), *held)
-            found += [out.clone(), *(x.clone() for x in held), torch.rand(1)]
+            out = call(torch.eye(SIZE, device=device) * (turn + 1), *held)
+            found += [out.clone(), *(x.clone() for x in held), torch.rand(1, device=device)]
         results.append(found)
     for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
         assert_bits_equal(given, expected, f"result {i}")
@@ -154,6 +154,18 @@ def test_ordered_effects() -> None:
         return ordered(ordered(x @ x) @ x) @ x
 
     assert_equal(same_as_eager(f), {"eager": tagged("ordered"), "captured": 3}, "parts")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [add_count, ordered])
+def test_on_a_gpu(op: Any) -> None:
+    def f(x: Tensor) -> Any:
+        y = x.sin()
+        z = op(y)
+        return (y if z is None else z).cos()
+
+    found = same_as_eager(f, device="cuda")
+    assert_equal(found, {"eager": tagged(op._name), "captured": 2}, "parts")
 
 
 def test_branches() -> None:
