@@ -157,14 +157,25 @@ def module(file: Path, device: int, *options: str) -> Any:
         return loaded
 
 
+_MOST_SHARED = (
+    100  # percent of a multiprocessor's memory as shared memory, the rest as its L1 cache
+)
+
+
 def function(modules: Sequence[Any], name: str, device: int) -> Any:
-    """Return function ``name`` of one of ``modules``, ready to be launched in a capture too."""
+    """Return function ``name`` of one of ``modules``, ready to be launched in a capture too.
+
+    It prefers shared memory to L1 cache, also if it uses none: as long as one of its blocks waits
+    on a multiprocessor, that division stays, and a block that needs more can't start there.
+    """
     driver = _driver()
     with _current(device):
         found_in = (driver.cuModuleGetFunction(module, name.encode()) for module in modules)
         status, found = next((found for found in found_in if int(found[0]) == 0), (name, None))
         if found is None:
             raise EngineError(f"no kernel is called {status}")
+        division = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _succeed(f"dividing {name}", *driver.cuFuncSetAttribute(found, division, _MOST_SHARED))
         if hasattr(driver, "cuFuncLoad"):
             _succeed(f"cuFuncLoad {name}", *driver.cuFuncLoad(found))
     return found
