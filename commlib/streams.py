@@ -160,9 +160,9 @@ class Fences:
 
         It is the object of the last call where the stream is the same: a new one takes 2 µs.
         """
-        found = None if _current is None else _current(self.comm.device_index)
-        if found is None or found != self._calc_id:
-            self._calc, self._calc_id = torch.cuda.current_stream(self.comm.device), found
+        stream_id = None if _current is None else _current(self.comm.device_index)
+        if stream_id is None or stream_id != self._calc_id:
+            self._calc, self._calc_id = torch.cuda.current_stream(self.comm.device), stream_id
         return self._calc
 
     def comm_waits(self, calc: torch.cuda.Stream) -> None:

@@ -44,10 +44,10 @@ def select_malloc_async(flag: str, environment: MutableMapping[str, str]) -> Non
             f"{MALLOC_ASYNC!r} or no backend; remove one of the two"
         )
     if "torch" in sys.modules:
-        found = current()
-        if found not in (None, MALLOC_ASYNC):
+        alloc = current()
+        if alloc not in (None, MALLOC_ASYNC):
             raise FlagError(
-                f"{flag}=1 is too late: torch was imported with the allocator {found!r}, and can't "
+                f"{flag}=1 is too late: torch was imported with the allocator {alloc!r}, and can't "
                 f"change it; expected {MALLOC_ASYNC!r}; run `export {flag}=1` and import commlib "
                 f"before torch, or run `export {variable}=backend:{MALLOC_ASYNC}`"
             )

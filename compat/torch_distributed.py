@@ -38,11 +38,11 @@ def _on_rings(function: Function, *, default: str | None = None) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        backend = given.arguments.get("backend") or default
+        bound = signature.bind(*args, **kwargs)
+        backend = bound.arguments.get("backend") or default
         if backend is not None:
-            given.arguments["backend"] = _backend(backend)
-        return function(*given.args, **given.kwargs)
+            bound.arguments["backend"] = _backend(backend)
+        return function(*bound.args, **bound.kwargs)
 
     return call  # type: ignore[return-value]
 

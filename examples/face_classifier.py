@@ -88,9 +88,9 @@ def train_on_ranks(ring: commlib.CommContext, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         x, label = (part.to(ring.device) for part in faces(step, ring.size))
-        own = x.chunk(ring.size)[ring.rank], label.chunk(ring.size)[ring.rank]
-        features = ops.all_gather(embedded(own[0], first, second), ring.ring_id)
-        label = ops.all_gather(own[1], ring.ring_id)
+        shard = x.chunk(ring.size)[ring.rank], label.chunk(ring.size)[ring.rank]
+        features = ops.all_gather(embedded(shard[0], first, second), ring.ring_id)
+        label = ops.all_gather(shard[1], ring.ring_id)
         label, sampled = ops.class_center_sample(
             label, sizes[ring.rank], SAMPLES, ring.ring_id, seed=step * ring.size
         )
@@ -104,8 +104,8 @@ def sampled_alone(label: Tensor, sizes: list[int], seed: int, alone: int) -> tup
     """Return the remapped labels and sampled classes of every shard, in one process."""
     chosen, first = [], 0
     for rank, size in enumerate(sizes):
-        own = label[(label >= first) & (label < first + size)] - first
-        _, sampled = ops.class_center_sample(own, size, SAMPLES, alone, seed=seed + rank)
+        local_labels = label[(label >= first) & (label < first + size)] - first
+        _, sampled = ops.class_center_sample(local_labels, size, SAMPLES, alone, seed=seed + rank)
         chosen.append(first + sampled)
         first += size
     classes = torch.cat(chosen)

@@ -56,8 +56,8 @@ class Sharded(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the weight of all ranks of the ring."""
-        whole: Tensor = ops.all_gather(self.shard, DATA)
-        return whole
+        full_weight: Tensor = ops.all_gather(self.shard, DATA)
+        return full_weight
 
 
 class Norm(nn.Module):
@@ -249,20 +249,20 @@ def fixed_kernels() -> dict[str, Any]:
 
 def compare(steps: int, sizes: Sizes = Sizes()) -> Comparison:
     """Train with Inductor alone and from graphs, step by step."""
-    found, ring = Comparison(), commlib.comm(DATA)
+    stats, ring = Comparison(), commlib.comm(DATA)
     plain, replayed = Trainer(sizes, "inductor"), Trainer(sizes, graph.backend)
     generator = torch.Generator().manual_seed(2 + ring.rank)
     for step in range(steps):
         batch = make_batch(sizes, generator)
-        expected, given = plain.step(*batch), replayed.step(*batch)
-        if not all(map(torch.equal, expected, given)):
-            found.differing.append(step)
-        found.losses.append(float(ops.all_reduce(given[0], DATA)))
-        found.batch = sum(each.nbytes for each in batch)
-    found.report = graph.report()
-    found.copied = sum(row["bytes_copied"] for row in found.report if not row["eager"])
-    found.parameters = sum(weight.nbytes for weight in replayed.model.parameters())
-    return found
+        expected, actual = plain.step(*batch), replayed.step(*batch)
+        if not all(map(torch.equal, expected, actual)):
+            stats.differing.append(step)
+        stats.losses.append(float(ops.all_reduce(actual[0], DATA)))
+        stats.batch = sum(each.nbytes for each in batch)
+    stats.report = graph.report()
+    stats.copied = sum(row["bytes_copied"] for row in stats.report if not row["eager"])
+    stats.parameters = sum(weight.nbytes for weight in replayed.model.parameters())
+    return stats
 
 
 def allow_expandable_segments() -> str | None:
@@ -297,20 +297,20 @@ def main() -> int:
     if hidden % shards:
         parser.exit(2, f"{shards} shards: expected a divisor of {hidden}\n")
     make_rings(options.tensor)
-    found = compare(options.steps)
+    stats = compare(options.steps)
     if ring.rank == 0:
         print(f"{shards} shards x {options.tensor} parts of each layer")
         if note:
             print(note)
-        print(f"loss: {found.losses[0]:.4f} at first, {found.losses[-1]:.4f} after {options.steps}")
-        print(f"steps with another bit: {len(found.differing)} of {options.steps}")
+        print(f"loss: {stats.losses[0]:.4f} at first, {stats.losses[-1]:.4f} after {options.steps}")
+        print(f"steps with another bit: {len(stats.differing)} of {options.steps}")
         print(
-            f"bytes copied per replay: {found.copied} (batch {found.batch}, parameters "
-            f"{found.parameters})"
+            f"bytes copied per replay: {stats.copied} (batch {stats.batch}, parameters "
+            f"{stats.parameters})"
         )
-        print(found.report)
+        print(stats.report)
     commlib.shutdown()
-    return int(found.failed)
+    return int(stats.failed)
 
 
 if __name__ == "__main__":

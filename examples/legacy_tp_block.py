@@ -63,19 +63,19 @@ def shard(whole: Tensor, sharding: str, rank: int, size: int) -> Tensor:
 def drawn(rank: int) -> dict[str, Tensor]:
     """Draw every whole weight; each rank draws others."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    whole = {}
+    full_weights = {}
     for name, (shape, _) in WEIGHTS.items():
         weight = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
-        whole[name] = torch.ones(shape) if name.startswith("norm") else weight
-    return whole
+        full_weights[name] = torch.ones(shape) if name.startswith("norm") else weight
+    return full_weights
 
 
 def weights(rank: int, size: int, device: torch.device) -> dict[str, Tensor]:
     """Take the weights that rank 0 drew, and keep this rank's part."""
     parts = {}
     for name, weight in drawn(rank).items():
-        whole = paddle.c_broadcast(weight.to(device), root=0, use_calc_stream=True)
-        parts[name] = shard(whole, WEIGHTS[name][1], rank, size).requires_grad_()
+        full_weight = paddle.c_broadcast(weight.to(device), root=0, use_calc_stream=True)
+        parts[name] = shard(full_weight, WEIGHTS[name][1], rank, size).requires_grad_()
     return parts
 
 
@@ -112,13 +112,13 @@ def mlp(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def loss_of(w: Mapping[str, Tensor], ids: Tensor, after: Tensor, rank: int, size: int) -> Tensor:
     """Return the cross-entropy of the next token; the vocabulary is split over the ranks."""
     first = rank * (VOCABULARY // size)
-    own = paddle.c_embedding(w["embedding"], ids, start_index=first, vocab_size=VOCABULARY)
-    x = paddle.mp_allreduce_sum(own, use_calc_stream=True) + w["position"]
+    embedded = paddle.c_embedding(w["embedding"], ids, start_index=first, vocab_size=VOCABULARY)
+    x = paddle.mp_allreduce_sum(embedded, use_calc_stream=True) + w["position"]
     x = x + attention(w, norm(x, w["norm_attention"]), size)
     x = x + mlp(w, norm(x, w["norm_mlp"]))
     logits = F.linear(paddle.c_identity(norm(x, w["norm_output"])), w["embedding"])
-    whole = paddle.c_concat(logits, rank=rank, nranks=size)
-    return F.cross_entropy(whole.flatten(0, 1), after.flatten())
+    full_logits = paddle.c_concat(logits, rank=rank, nranks=size)
+    return F.cross_entropy(full_logits.flatten(0, 1), after.flatten())
 
 
 def squares(w: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:

@@ -104,14 +104,14 @@ def generate(
     count = len(prompts)
     bucket = next(size for size in BUCKETS if size >= count)
     logits = session.begin(prompts)
-    found = [session.tokens[:count].clone()]
+    tokens = [session.tokens[:count].clone()]
     settle(session.model.ring)
     began = time.perf_counter()
     for _ in steps:
         step(bucket)
-        found.append(session.tokens[:count].clone())
+        tokens.append(session.tokens[:count].clone())
     settle(session.model.ring)
-    return torch.stack(found, 1), logits, (time.perf_counter() - began) / (len(found) - 1)
+    return torch.stack(tokens, 1), logits, (time.perf_counter() - began) / (len(tokens) - 1)
 
 
 @torch.no_grad()
@@ -126,9 +126,9 @@ def reductions(model: Llama, bucket: int, steps: int) -> float:
 
     captured = graph.capture(reduce, verify=False)
     captured()
-    found = seconds(model.ring, captured, steps)
+    elapsed = seconds(model.ring, captured, steps)
     captured.reset()
-    return found
+    return elapsed
 
 
 def compare(ours: dict[str, Any], path: Path, tolerance: float) -> str | None:
@@ -196,13 +196,13 @@ def decode(ring: CommContext, options: argparse.Namespace) -> int:
         prompts = prompts.to(ring.device)
         captured = graph.capture(session.step, verify=False)
         ways = {"warm-up": session.step, "eager": session.step}
-        found = {}
+        results = {}
         for name, step in (ways | {"capture": captured, "captured": captured}).items():
             steps = progress.track(range(options.steps), description=name)
-            found[name] = generate(session, prompts, steps, step)
+            results[name] = generate(session, prompts, steps, step)
         alone = reductions(model, bucket, options.steps)
     captured.reset()
-    return report(ring, options, found, alone, TOLERANCES[dtype])
+    return report(ring, options, results, alone, TOLERANCES[dtype])
 
 
 def report(

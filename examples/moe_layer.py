@@ -54,9 +54,9 @@ class Layer:
         """Return, for each token of ``x``, the weighted outputs of the experts that it reached."""
         value, chosen = (x @ self.gate).softmax(1).topk(2, dim=1)
         local_count, global_count, order = self.plan(chosen.flatten())
-        there = ops.global_scatter(x[order // 2], local_count, global_count, self.ring_id)
+        scattered = ops.global_scatter(x[order // 2], local_count, global_count, self.ring_id)
         back = ops.global_gather(
-            self.experts(there, global_count), local_count, global_count, self.ring_id
+            self.experts(scattered, global_count), local_count, global_count, self.ring_id
         )
         weighted = back * value.flatten()[order].unsqueeze(1)
         return torch.zeros_like(x).index_add(0, order // 2, weighted)
@@ -67,13 +67,13 @@ class Layer:
         An expert with too many tokens takes those of the lower ranks first. ``total`` is the number
         of choices to return; the default is all that were not dropped, and the host waits for it.
         """
-        ring, own = commlib.comm(self.ring_id), len(self.up)
+        ring, local_experts = commlib.comm(self.ring_id), len(self.up)
         asked = ops.all_to_all(ops.number_count(chosen, EXPERTS), self.ring_id)
-        capacity = torch.full((own,), CAPACITY, device=chosen.device)
+        capacity = torch.full((local_experts,), CAPACITY, device=chosen.device)
         global_count = ops.limit_by_capacity(asked, capacity, ring.size)
         local_count = ops.all_to_all(global_count, self.ring_id)
-        kept = ops.prune_gate_by_capacity(chosen, local_count, own, ring.size)
-        order = ops.assign_pos(kept, local_count.cumsum(0), total=total)
+        pruned = ops.prune_gate_by_capacity(chosen, local_count, local_experts, ring.size)
+        order = ops.assign_pos(pruned, local_count.cumsum(0), total=total)
         return local_count, global_count, order
 
     def experts(self, rows: Tensor, global_count: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class CountedLayer(Layer):
         most = chosen.numel()  # dropped choices are at the end of the order, and are not sent
         local_count, global_count, order = self.plan(chosen.flatten(), most)
         counts = local_count, global_count, self.ring_id
-        there = ops.global_scatter(x[order // 2], *counts, capacity=CAPACITY * len(self.up))
-        back = ops.global_gather(self.experts(there, global_count), *counts, capacity=most)
+        scattered = ops.global_scatter(x[order // 2], *counts, capacity=CAPACITY * len(self.up))
+        back = ops.global_gather(self.experts(scattered, global_count), *counts, capacity=most)
         weighted = back * value.flatten()[order].unsqueeze(1)  # rows of dropped choices are 0
         return torch.zeros_like(x).index_add(0, order // 2, weighted)
 
@@ -101,11 +101,11 @@ class CountedLayer(Layer):
         """Run each expert on a block of CAPACITY places; rows that are not used stay 0."""
         lengths = global_count.view(-1, len(self.up)).sum(0)
         free = torch.arange(CAPACITY, device=rows.device) >= lengths.unsqueeze(1)
-        place = free.flatten().int().argsort(stable=True)  # of each row: the used places first
-        blocks = torch.zeros_like(rows).index_copy(0, place, rows)
+        slots = free.flatten().int().argsort(stable=True)  # of each row: the used places first
+        blocks = torch.zeros_like(rows).index_copy(0, slots, rows)
         blocks = blocks.view(len(self.up), CAPACITY, WIDTH)
         y = torch.bmm(torch.relu(torch.bmm(blocks, self.up)), self.down)
-        return y.flatten(0, 1)[place]
+        return y.flatten(0, 1)[slots]
 
 
 class FixedShapeLayer(Layer):
@@ -177,8 +177,8 @@ def train(
 
 def step(layer: Layer, x: Tensor, target: Tensor) -> Tensor:
     """Make one step of gradient descent and return the loss before it."""
-    own = (layer(x) - target).square().sum() / (TOKENS * WIDTH)
-    loss = ops.all_reduce(own, layer.ring_id, backward="identity")
+    local_loss = (layer(x) - target).square().sum() / (TOKENS * WIDTH)
+    loss = ops.all_reduce(local_loss, layer.ring_id, backward="identity")
     grads = torch.autograd.grad(loss, layer.parameters)
     # An expert has seen the tokens of all ranks; the gate only those of this one.
     gate = ops.all_reduce(grads[0], layer.ring_id)
@@ -228,11 +228,11 @@ def main() -> int:
     ring = commlib.init()
     if EXPERTS % ring.size:
         parser.exit(2, f"{ring.size} ranks: expected a number that divides the {EXPERTS} experts\n")
-    found = compare(steps)
-    apart = max(one.apart for one in found)
-    differing = [number for number, one in enumerate(found) if not one.same_bits]
+    results = compare(steps)
+    apart = max(one.apart for one in results)
+    differing = [number for number, one in enumerate(results) if not one.same_bits]
     if ring.rank == 0:
-        show(found, ring.size)
+        show(results, ring.size)
         print(f"largest difference: {apart:.1e} of the loss; allowed {TOLERANCE:.0e}")
         print(f"captured steps that differ from eager ones: {differing or 'none'}")
     commlib.shutdown()

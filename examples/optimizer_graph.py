@@ -73,8 +73,8 @@ def train(steps: int, captured: bool) -> tuple[list[float], list[str]]:
             accumulate()
             losses.append(float(loss.detach()))
         step()
-    own = [call for call in (accumulate, step) if isinstance(call, graph.CapturedFunction)]
-    rows = [row for call in own for row in graph.report(call)]
+    graphs = [call for call in (accumulate, step) if isinstance(call, graph.CapturedFunction)]
+    rows = [row for call in graphs for row in graph.report(call)]
     return losses, [
         f"{row['function']}: {row['nodes']} nodes, {row['replays']} replays" for row in rows
     ]
@@ -89,11 +89,11 @@ def calls(function: Callable[[], None], captured: bool) -> Callable[[], object]:
 def model() -> list[Tensor]:
     """Return the weights and biases of all layers, the same on every rank."""
     draw = torch.Generator().manual_seed(1)
-    found = []
+    params = []
     for _ in range(LAYERS):
-        found.append((torch.randn(WIDTH, WIDTH, generator=draw) * 0.02).bfloat16())
-        found.append(torch.zeros(WIDTH, dtype=torch.bfloat16))
-    return found
+        params.append((torch.randn(WIDTH, WIDTH, generator=draw) * 0.02).bfloat16())
+        params.append(torch.zeros(WIDTH, dtype=torch.bfloat16))
+    return params
 
 
 def forward(weights: list[Tensor], x: Tensor) -> Tensor:

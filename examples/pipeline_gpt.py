@@ -64,7 +64,7 @@ class Layout(NamedTuple):
     @property
     def column(self) -> list[int]:
         """Return the ranks of this rank's pipeline."""
-        return [self.rank_of(place) for place in range(self.depth)]
+        return [self.rank_of(stage) for stage in range(self.depth)]
 
     def connect(self) -> None:
         """Create the rings of this rank's stage and of its pipeline."""
@@ -112,9 +112,9 @@ class Block(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation after attention and MLP."""
         x = x + self._attention(F.layer_norm(x, (WIDTH,)))
-        own = paddle.c_identity(F.layer_norm(x, (WIDTH,)), ring_id=self._ring_id)
-        own = F.linear(F.gelu(F.linear(own, self.up)), self.down)
-        return x + paddle.mp_allreduce_sum(own, ring_id=self._ring_id, use_calc_stream=True)
+        hidden = paddle.c_identity(F.layer_norm(x, (WIDTH,)), ring_id=self._ring_id)
+        hidden = F.linear(F.gelu(F.linear(hidden, self.up)), self.down)
+        return x + paddle.mp_allreduce_sum(hidden, ring_id=self._ring_id, use_calc_stream=True)
 
     def _attention(self, x: Tensor) -> Tensor:
         heads = F.linear(x, self.qkv).view(ROWS, LENGTH, 3, HEADS, WIDTH // HEADS)
@@ -144,8 +144,8 @@ def legacy_layer(layout: Layout, chunks: int, capture: str) -> paddle.PipelineLa
 
 def captured(stage: torch.nn.Module, shared: Iterable[torch.nn.Module]) -> graph.Pipeline:
     """Return a stage whose blocks are captured, around the layers that another stage shares."""
-    own = {*stage.modules()}
-    return graph.pipeline([*stage.children()], shared=[x for x in shared if x in own])
+    modules = {*stage.modules()}
+    return graph.pipeline([*stage.children()], shared=[x for x in shared if x in modules])
 
 
 class LegacyTransport:
@@ -216,8 +216,8 @@ def train(layout: Layout, chosen: argparse.Namespace, capture: str) -> Run:
     draw, losses, graphs = torch.Generator().manual_seed(7), list[float](), list[int]()
     for microbatches in chosen.microbatches:
         for _ in range(chosen.steps):
-            found = call(*batch(draw, microbatches, layout.device))
-            losses += [float(loss) * microbatches for loss in found]
+            batch_losses = call(*batch(draw, microbatches, layout.device))
+            losses += [float(loss) * microbatches for loss in batch_losses]
         pipelines = [x for x in stages.values() if isinstance(x, graph.Pipeline)]
         parts = [part for x in pipelines for part in x.captured]
         graphs.append(sum(len(graph.report(x)) for x in ([call] if capture == "step" else parts)))
@@ -262,8 +262,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def layout_of(parallel: int) -> Layout:
     """Return this rank's place, after its rings are there."""
     ring = commlib.comm()
-    place, part = divmod(ring.rank, parallel)
-    layout = Layout(ring.device, ring.size // parallel, place, parallel, part)
+    stage, part = divmod(ring.rank, parallel)
+    layout = Layout(ring.device, ring.size // parallel, stage, parallel, part)
     layout.connect()
     return layout
 

@@ -49,8 +49,8 @@ def _places() -> Iterator[Any]:
         yield pytest.param(Place(engine), id=engine)
     if GPUS:
         for engine in UNIFIED:
-            place = Place(engine, "gpu", _gpus())
-            yield pytest.param(place, id=f"{engine}-gpu", marks=pytest.mark.gpu)
+            config = Place(engine, "gpu", _gpus())
+            yield pytest.param(config, id=f"{engine}-gpu", marks=pytest.mark.gpu)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,7 +116,7 @@ def ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) 
     return _live(2, request.param)
 
 
-@pytest.fixture(params=[place for place in _places() if "legacy" not in place.id])
+@pytest.fixture(params=[param for param in _places() if "legacy" not in param.id])
 def unified_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on one engine, for what takes long and knows no engine: generated code."""
     return _live(2, request.param)
@@ -220,7 +220,7 @@ def many_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ran
     return _live(*request.param)
 
 
-@pytest.fixture(params=[place for place in _many_ranks() if place.marks] or [None])
+@pytest.fixture(params=[param for param in _many_ranks() if param.marks] or [None])
 def many_gpu_ranks(request: pytest.FixtureRequest, _live: Callable[[int, Place], Ranks]) -> Ranks:
     """The same on GPUs alone."""
     return _live(*request.param)

@@ -25,9 +25,9 @@ def test_input_inside_output(comm: Any) -> None:
         for name, mode in MODES.items():
             out = torch.zeros(6, 5, dtype=dtype, device=comm.device)
             mine = out[3 * comm.rank : 3 * comm.rank + 3].copy_(both[comm.rank])
-            given = GATHER(mine, out=out, **mode)
+            actual = GATHER(mine, out=out, **mode)
             assert_bits_equal(
-                given, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}"
+                actual, from_bits(joined([bits(x) for x in both], 0), dtype), f"{dtype} {name}"
             )
 
 

@@ -74,13 +74,13 @@ def test_premul_sum(comm: Any) -> None:
     """Each rank's tensor is multiplied, then added; the gradient is the same reduction."""
     mine, other = (sample(rank, (5, 3), torch.float32) for rank in (comm.rank, 1 - comm.rank))
     x = mine.to(comm.device).requires_grad_()
-    given = all_reduce(x, op="premul_sum", factor=0.5)
-    assert_bits_equal(given.detach(), wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
-    given.backward(torch.ones_like(given))
+    actual = all_reduce(x, op="premul_sum", factor=0.5)
+    assert_bits_equal(actual.detach(), wide(mine) * 0.5 + wide(other) * 0.5, "premul_sum")
+    actual.backward(torch.ones_like(actual))
     assert_bits_equal(x.grad, torch.ones(5, 3), "gradient")
     fast = compile_whole(all_reduce)
     compiled = fast(mine.to(comm.device), op="premul_sum", factor=0.5)
-    assert_bits_equal(compiled, given.detach().cpu(), "compiled")
+    assert_bits_equal(compiled, actual.detach().cpu(), "compiled")
 
 
 @runs_on("ranks")
@@ -106,12 +106,12 @@ def mean_of_integers(comm: Any, dtype: torch.dtype) -> None:
     arrays = [np.roll(values, -rank) for rank in range(comm.size)]
     x, want = rounded(arrays[comm.rank], dtype).to(comm.device), mean(arrays, 0)
     for mode in MODES.values():
-        given = all_reduce(x, op="avg", **mode)
-        given = given.wait() if mode is MODES["async"] else given
-        assert_bits_equal(given, want, f"all_reduce of {dtype}")
+        actual = all_reduce(x, op="avg", **mode)
+        actual = actual.wait() if mode is MODES["async"] else actual
+        assert_bits_equal(actual, want, f"all_reduce of {dtype}")
     part = ops.reduce_scatter(x, op="avg")
-    own = slice(8 * comm.rank, 8 * comm.rank + 8)
-    assert_bits_equal(part, want[own], f"reduce_scatter of {dtype}")
+    shard = slice(8 * comm.rank, 8 * comm.rank + 8)
+    assert_bits_equal(part, want[shard], f"reduce_scatter of {dtype}")
     reduced = ops.reduce(x, root=0, op="avg")
     if comm.rank == 0:
         assert_bits_equal(reduced, want, f"reduce of {dtype}")

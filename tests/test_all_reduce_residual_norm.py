@@ -67,17 +67,17 @@ class Case:
         self, comm: Any, shape: Shape, dtype: torch.dtype, kind: dict[str, Any], seed: int = 0
     ) -> None:
         self.comm, self.dtype, self.kind = comm, dtype, kind
-        row, place = shape[-1:], comm.device
+        row, device = shape[-1:], comm.device
         self.inputs = [sample(rank, shape, dtype, seed) for rank in range(comm.size)]
-        self.x = self.inputs[comm.rank].to(place)
-        self.residual = sample(20, shape, dtype, seed).to(place)
-        self.weight = sample(21, row, dtype, seed).to(place)
+        self.x = self.inputs[comm.rank].to(device)
+        self.residual = sample(20, shape, dtype, seed).to(device)
+        self.weight = sample(21, row, dtype, seed).to(device)
         self.how: dict[str, Any] = {}
         for number, name in enumerate(("bias", "linear_bias")):
             if kind.get(name):
-                self.how[name] = sample(22 + number, row, dtype, seed).to(place)
+                self.how[name] = sample(22 + number, row, dtype, seed).to(device)
         if "scale" in kind:
-            self.how["scale"] = torch.full((1,), kind["scale"], device=place)
+            self.how["scale"] = torch.full((1,), kind["scale"], device=device)
             self.how["out_dtype"] = FLOAT8
         self.how |= {name: kind[name] for name in ("norm", "eps") if name in kind}
         self.what = f"{dtype} {shape} {kind}"
@@ -90,8 +90,8 @@ class Case:
         """Return what all_reduce and torch operators give."""
         names = "bias", "linear_bias", "scale"
         layer, eps = self.kind.get("norm") == "layer", self.kind.get("eps", 1e-6)
-        given = (self.how.get(name) for name in names)
-        norm = fused.Norm(self.residual, self.weight, *given, layer, eps)
+        params = (self.how.get(name) for name in names)
+        norm = fused.Norm(self.residual, self.weight, *params, layer, eps)
         return room.composed(self.comm, self.x, norm, True)
 
     def total(self) -> torch.Tensor:
@@ -105,8 +105,8 @@ class Case:
         """Raise unless both are right; ``total`` to the bit."""
         assert_bits_equal(total, self.total(), f"{self.what}: before the norm")
         assert_equal(y.dtype, FLOAT8 if "scale" in self.kind else self.dtype, f"{self.what}: dtype")
-        given = y.float() if y.dtype is FLOAT8 else y
-        near(given, self.formula(wide(total)), f"{self.what}: y", *NEAR[y.dtype])
+        actual = y.float() if y.dtype is FLOAT8 else y
+        near(actual, self.formula(wide(total)), f"{self.what}: y", *NEAR[y.dtype])
 
     def formula(self, total: Array) -> Array:
         """Return y in float64."""
@@ -124,8 +124,8 @@ class Case:
 
 def equal_everywhere(comm: Any, what: str, *tensors: torch.Tensor) -> None:
     """Raise unless all ranks hold the same bits."""
-    found = comm.exchange([zlib.crc32(bits(x).tobytes()) for x in tensors])
-    assert_equal(found, [found[0]] * comm.size, f"{what}: digests of the bits on each rank")
+    digests = comm.exchange([zlib.crc32(bits(x).tobytes()) for x in tensors])
+    assert_equal(digests, [digests[0]] * comm.size, f"{what}: digests of the bits on each rank")
 
 
 def checked(comm: Any, shape: Shape, dtype: torch.dtype, kind: dict[str, Any]) -> None:
@@ -242,8 +242,8 @@ def test_strided(comm: Any) -> None:
         for layout in (shifted, stepped, turned):
             case.x, case.residual, case.weight = map(layout, plain)
             case.how |= {name: layout(case.how[name]) for name in ("bias", "linear_bias")}
-            for given, wanted in zip(case.call(), want, strict=True):
-                assert_bits_equal(given, wanted, f"{case.what} {layout.__name__}")
+            for actual, wanted in zip(case.call(), want, strict=True):
+                assert_bits_equal(actual, wanted, f"{case.what} {layout.__name__}")
         case.x, case.residual, case.weight = plain
         case.residual = case.residual[:1].expand(3, items)
         case.check(*case.call())
@@ -254,8 +254,8 @@ def test_streams(comm: Any) -> None:
     """On the ring's stream too, in a new dtype or not, while the results are used at once."""
     for kind in (KINDS[0], KINDS[5]):
         case = Case(comm, (4, 256), torch.bfloat16, kind)
-        for given, want in zip(case.call(use_calc_stream=False), case.call(), strict=True):
-            assert_bits_equal(given, want, case.what)
+        for actual, want in zip(case.call(use_calc_stream=False), case.call(), strict=True):
+            assert_bits_equal(actual, want, case.what)
 
 
 # -- compiled --------------------------------------------------------------------------------------
@@ -277,9 +277,9 @@ def compiled(comm: Any, backend: str, kinds: list[dict[str, Any]]) -> None:
         graph = compile_whole(layers, backend=backend)
         for turn in range(2):
             before = calls(comm)
-            given = graph(case.x)
+            actual = graph(case.x)
             assert_equal(calls(comm) - before, launched, f"{case.what}: collectives of turn {turn}")
-            for one, other in zip(given, want, strict=True):
+            for one, other in zip(actual, want, strict=True):
                 assert_bits_equal(one, other, f"{case.what} {backend}")
 
 
@@ -297,8 +297,8 @@ def test_compiled_sizes(comm: Any) -> None:
     graph = compile_whole(norm_of, dynamic=True)
     for shape in ((2, 64), (5, 136), (3, 1001), (7, 8)):
         case = Case(comm, shape, torch.bfloat16, KINDS[0])
-        for given, want in zip(graph(case.x, case.residual, case.weight), case.call(), strict=True):
-            assert_bits_equal(given, want, case.what)
+        for got, want in zip(graph(case.x, case.residual, case.weight), case.call(), strict=True):
+            assert_bits_equal(got, want, case.what)
 
 
 @runs_on("ranks")
@@ -308,8 +308,8 @@ def test_registered(comm: Any) -> None:
         case = Case(comm, (2, 64), torch.bfloat16, kind)
         others = (case.how.get(name) for name in ("bias", "linear_bias", "scale"))
         layer = kind.get("norm") == "layer"
-        given = case.x, case.residual, case.weight, *others, 0, layer, 1e-6, True
-        well_registered(operator, given)
+        args = case.x, case.residual, case.weight, *others, 0, layer, 1e-6, True
+        well_registered(operator, args)
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -361,14 +361,14 @@ def test_refused_inputs(comm: Any) -> None:
 def test_refused_weights_and_biases(comm: Any) -> None:
     with refused(comm) as (x, row):
         for name in ("weight", "bias", "linear_bias"):
-            given: dict[str, Any] = {"weight": row, "norm": "layer"}
+            kwargs: dict[str, Any] = {"weight": row, "norm": "layer"}
             for wrong in (row[:23], x):
                 with raises(ShapeError, name, tuple(wrong.shape), "(24,)"):
-                    norm_of(x, x, **(given | {name: wrong}))
+                    norm_of(x, x, **(kwargs | {name: wrong}))
             with raises(DtypeError, f"{name} is torch.float16", "torch.float32", f"{name}.to("):
-                norm_of(x, x, **(given | {name: row.half()}))
+                norm_of(x, x, **(kwargs | {name: row.half()}))
             with raises(DeviceError, f"{name} is on meta", comm.device):
-                norm_of(x, x, **(given | {name: row.to("meta")}))
+                norm_of(x, x, **(kwargs | {name: row.to("meta")}))
         with raises(ArgumentError, "norm='batch'", "'rms' or 'layer'"):
             norm_of(x, x, row, norm="batch")
         with raises(ArgumentError, "bias with norm='rms'", "linear_bias"):
@@ -404,17 +404,17 @@ def test_gradients(comm: Any) -> None:
     x, row = torch.ones(4, 24, device=comm.device), torch.ones(24, device=comm.device)
     before = calls(comm)
     for number in range(3):
-        given = [x, x.clone(), row]
-        given[number] = given[number].clone().requires_grad_()
+        args = [x, x.clone(), row]
+        args[number] = args[number].clone().requires_grad_()
         with raises(ArgumentError, "no gradient", "no_grad", ".detach()"):
-            norm_of(*given)
+            norm_of(*args)
         with raises(Exception, "no gradient"):  # some torch wraps errors of traced code
-            compile_whole(norm_of)(*given)
+            compile_whole(norm_of)(*args)
         assert_equal(calls(comm), before, "calls launched by refused ones")
         with torch.no_grad():
-            y, total = norm_of(*given)
+            y, total = norm_of(*args)
         with torch.inference_mode():
-            norm_of(*given)
+            norm_of(*args)
         assert_equal((y.requires_grad, total.requires_grad), (False, False), "results")
         before += 2
 
@@ -436,5 +436,5 @@ def test_one_rank(comm: Any) -> None:
         assert_bits_equal(
             total, (want + case.residual.float()).to(case.dtype), f"{case.what}: before"
         )
-        given = y.float() if y.dtype is FLOAT8 else y
-        near(given, case.formula(wide(total)), f"{case.what}: y", *NEAR[y.dtype])
+        actual = y.float() if y.dtype is FLOAT8 else y
+        near(actual, case.formula(wide(total)), f"{case.what}: y", *NEAR[y.dtype])

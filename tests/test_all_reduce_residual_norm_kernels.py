@@ -97,9 +97,9 @@ def mixed(comm: Any) -> None:
         if on_gpu(comm) and turn % 5 == comm.rank:
             torch.cuda._sleep(50_000)
         each, y, total = wants[turn % 3 % 2]
-        given = each.call(use_calc_stream=turn % 7 != 3)
+        actual = each.call(use_calc_stream=turn % 7 != 3)
         ops.all_reduce(each.x)
-        for one, other in zip(given, (y, total), strict=True):
+        for one, other in zip(actual, (y, total), strict=True):
             assert_bits_equal(one, other, f"turn {turn}")
     settle(comm)
 
@@ -135,12 +135,12 @@ def test_captured(comm: Any) -> None:
                 case.how["scale"].mul_(seed + 1)
             graph.replay()
             want = case.call()
-            for given, wanted in zip(
+            for actual, wanted in zip(
                 (y, total, *more),
                 (*want, *norm_of(case.x, want[1], case.weight)),
                 strict=True,
             ):
-                assert_bits_equal(given, wanted, f"{case.what} replay {seed}")
+                assert_bits_equal(actual, wanted, f"{case.what} replay {seed}")
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[5]], ids=["rms", "layer-float8"])
@@ -170,8 +170,8 @@ def test_a_peer_that_does_not_come(comm: Any, rows: int, kind: dict[str, Any]) -
     named = any("waiting for rank 0 in all_reduce_residual_norm" in e for e in ring._errors())
     assert_equal(named, True, f"errors {ring._errors()}")
     ring.reset()
-    for given, wanted in zip(case.call(ring_id=87), want, strict=True):
-        assert_bits_equal(given, wanted, "after reset")
+    for actual, wanted in zip(case.call(ring_id=87), want, strict=True):
+        assert_bits_equal(actual, wanted, "after reset")
     torch.cuda.synchronize()
     ring.check()
 

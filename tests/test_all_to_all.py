@@ -63,10 +63,10 @@ def split_values(comm: Any, counts: Counts) -> None:
             assert_bits_equal(
                 EXCHANGE(every[comm.rank].to(comm.device), **splits, **mode), want, counts
             )
-    there = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
-    out = all_to_all(there.requires_grad_(), **splits)
+    sent = sample(comm.rank, (sum(counts[comm.rank]), 3), torch.float64).to(comm.device)
+    out = all_to_all(sent.requires_grad_(), **splits)
     out.backward(out.detach())
-    assert_bits_equal(there.grad, there, "what came, sent back")
+    assert_bits_equal(sent.grad, sent, "what came, sent back")
 
 
 row_counts = st.integers(0, 5)

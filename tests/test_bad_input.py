@@ -88,12 +88,12 @@ def test_verbs(comm: Any) -> None:
         (x, comm.gather, {"root": comm.rank}, 24),
         (x, comm.scatter, {"root": comm.rank}, 6),
     ):
-        where = (f"{verb.__name__} on ring 0", f"rank {comm.rank} of 2")
-        with raises(ShapeError, *where, tuple(out.shape), f"expected {expected}"):
+        context = (f"{verb.__name__} on ring 0", f"rank {comm.rank} of 2")
+        with raises(ShapeError, *context, tuple(out.shape), f"expected {expected}"):
             verb(out, x, **more)
-        with raises(DtypeError, *where, "float32", "float64"):
+        with raises(DtypeError, *context, "float32", "float64"):
             verb(twice.double(), x, **more)
-        with raises(ArgumentError, *where, "requires grad", "detach"):
+        with raises(ArgumentError, *context, "requires grad", "detach"):
             verb(torch.ones(4, requires_grad=True, device=comm.device), x, **more)
         with raises(ArgumentError, "NoneType"):
             verb(None, x, **more)
@@ -165,8 +165,8 @@ def test_rings(comm: Any) -> None:
             commlib.new_ring(33, [0, 1], timeout=timeout)
     assert_equal(manager().rings(), [0], "rings afterwards")
 
-    own = commlib.new_ring(34, [comm.rank])
-    assert own is not None
+    solo_ring = commlib.new_ring(34, [comm.rank])
+    assert solo_ring is not None
     x = torch.ones(3, device=comm.device)
     assert_bits_equal(ops.all_reduce(x, 34), x, "a ring of this rank alone")
     with raises(RingError, "ring 34 exists", f"[{comm.rank}]", "close_ring(34)"):
@@ -175,7 +175,7 @@ def test_rings(comm: Any) -> None:
     with raises(RingError, "ring 34 was closed"):
         ops.all_reduce(x, 34)
     with raises(RingError, "closed"):
-        own.all_reduce(x, x)
+        solo_ring.all_reduce(x, x)
 
 
 @runs_on("ranks")

@@ -36,11 +36,11 @@ def held(comm: Any) -> None:
 
 
 def _pass(comm: Any, wait_for_all: Any) -> None:
-    given = wait_for_all()
-    if isinstance(given, commlib.Work):
-        assert_equal(given.wait(), None, "result of the Work")
+    result = wait_for_all()
+    if isinstance(result, commlib.Work):
+        assert_equal(result.wait(), None, "result of the Work")
     else:
-        assert_equal(given, None, "result")
+        assert_equal(result, None, "result")
     settle(comm)
 
 

@@ -384,8 +384,8 @@ def test_overlap_report() -> None:
 
     report = overlap.report({"matmul": samples, "softmax": slow}, SETTINGS)
 
-    kept = ("0.80", "0.40", "0.50", "1.00")
-    assert [row[-1] for row in report.rows[:4]] == [f"{one} ({one}..{one})" for one in kept]
+    ratios = ("0.80", "0.40", "0.50", "1.00")
+    assert [row[-1] for row in report.rows[:4]] == [f"{one} ({one}..{one})" for one in ratios]
     assert report.rows[0][:5] == ("matmul", late, "push kernels", "8.00", "10.0")
     assert report.findings == (
         f"met: matmul, {late}: keeps 0.80, target at least 0.8; NCCL 0.50",
@@ -429,10 +429,10 @@ def test_a_race_takes_turns_and_leaves_warm_rounds_out() -> None:
     settled: list[int] = []
     peers = {name: (lambda name=name: order.append(name)) for name in "abc"}
 
-    found = race(peers, rounds=4, calls=3, settle=lambda: settled.append(len(order)))
+    samples = race(peers, rounds=4, calls=3, settle=lambda: settled.append(len(order)))
 
-    assert {name: len(values) for name, values in found.items()} == dict.fromkeys("abc", 4)
-    assert all(value >= 0 for values in found.values() for value in values)
+    assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 4)
+    assert all(value >= 0 for values in samples.values() for value in values)
     assert len(order) == 3 * (WARM_ROUNDS + 4) * (1 + 3)
     assert settled[:4] == [1, 4, 5, 8]  # after the untimed call, and after the timed ones
 

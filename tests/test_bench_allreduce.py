@@ -40,7 +40,7 @@ def sized(sizes: tuple[str, ...], microseconds: Mapping[str, float]) -> dict[str
 
 def found(**changes: dict[str, Any]) -> dict[str, Any]:
     """Samples in which we take 0.4 of the best peer: one-shot, then two-shot, then NCCL."""
-    whole: dict[str, dict[str, Any]] = {
+    samples: dict[str, dict[str, Any]] = {
         "graph": {
             **sized(SMALL, {OURS: 2, NCCL: 12, ONE_SHOT: 5, TWO_SHOT: 8}),
             **sized(MIDDLE, {OURS: 4, NCCL: 20, ONE_SHOT: 30, TWO_SHOT: 10}),
@@ -51,7 +51,7 @@ def found(**changes: dict[str, Any]) -> dict[str, Any]:
         "carriers": dict.fromkeys((*SMALL, *MIDDLE), "push") | dict.fromkeys(LARGE, "nccl"),
         "failed": {},
     }
-    return whole | {kind: whole[kind] | change for kind, change in changes.items()}
+    return samples | {kind: samples[kind] | change for kind, change in changes.items()}
 
 
 def report(found: dict[str, Any], nproc: int = 2, libraries: str | None = None) -> Report:
@@ -240,11 +240,11 @@ def with_peers() -> dict[str, Any]:
         **sized(LARGE[:2], {SGLANG: 50}),
     }
     norms = {"1 x 8192": samples({FAST: 5}), "8 x 8192": samples({FAST: 4.4, f"{SGLANG} + x": 1})}
-    whole = found()
+    merged = found()
     for kind, more in (("graph", sums), ("fused", norms)):
-        whole[kind] = {size: times | more.get(size, {}) for size, times in whole[kind].items()}
+        merged[kind] = {size: times | more.get(size, {}) for size, times in merged[kind].items()}
     reasons = dict.fromkeys(("graph, 16 MiB", "graph, 64 MiB"), "rank 1: x")
-    return whole | {"failed": {SGLANG: reasons, "libvllm.so": {"run": "hung"}}}
+    return merged | {"failed": {SGLANG: reasons, "libvllm.so": {"run": "hung"}}}
 
 
 def test_targets_over_all_peers() -> None:
@@ -257,11 +257,11 @@ def test_targets_over_all_peers() -> None:
     )
     of_all = [finding for finding in made.findings if "the best of all peers" in finding]
     assert len(of_all) == len((*SMALL, *MIDDLE, *LARGE))
-    what = f"{OURS} / the best of all peers"
-    assert of_all[0] == f"missed: graph, 1 KiB, {what} ({SGLANG}): 1.25, target at most 1.00"
-    assert of_all[7] == f"met: graph, 1 MiB, {what} ({SGLANG}): 1.00, target at most 1.00"
-    assert of_all[8] == f"met: graph, 4 MiB, {what} ({SGLANG}): 0.80, target at most 0.97"
-    assert of_all[10] == f"met: graph, 64 MiB, {what} ({NCCL}): 0.40, target at most 0.97"
+    label = f"{OURS} / the best of all peers"
+    assert of_all[0] == f"missed: graph, 1 KiB, {label} ({SGLANG}): 1.25, target at most 1.00"
+    assert of_all[7] == f"met: graph, 1 MiB, {label} ({SGLANG}): 1.00, target at most 1.00"
+    assert of_all[8] == f"met: graph, 4 MiB, {label} ({SGLANG}): 0.80, target at most 0.97"
+    assert of_all[10] == f"met: graph, 64 MiB, {label} ({NCCL}): 0.40, target at most 0.97"
     rows = {row[:3]: row[-1] for row in made.rows}
     assert rows["graph", "1 KiB", OURS].startswith("1.25 ")
     torch_alone = [finding for finding in made.findings if "peer of torch" in finding]

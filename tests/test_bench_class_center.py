@@ -37,8 +37,8 @@ def test_report() -> None:
 
     report = class_center.report({"times": times, "equal": True}, SETTINGS, "GPUs")
 
-    whole, alone, equal = report.findings
-    assert whole == f"met: {OURS} / {LEGACY}: 0.25, target at most 0.50"
+    overall, alone, equal = report.findings
+    assert overall == f"met: {OURS} / {LEGACY}: 0.25, target at most 0.50"
     assert alone == f"missed: {OURS} / {SORT}: 0.62, target at most 0.50"
     assert equal.endswith("are equal")
     assert {len(row) for row in report.rows} == {len(report.columns)}

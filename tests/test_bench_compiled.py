@@ -33,8 +33,8 @@ def test_the_work(comm: Any) -> None:
     """What is measured has the bits of compiled code, and is not work of zeros."""
     ours, plain = Passes(comm.device), Passes(comm.device)
     forward, alone = compiled.compiled(ours), compiled.by_inductor(plain)
-    found = ours.after(lambda: ours.both(forward))
+    results = ours.after(lambda: ours.both(forward))
     wanted = plain.after(lambda: plain.both(alone))
-    for i, (given, expected) in enumerate(zip(found, wanted, strict=True)):
-        assert_bits_equal(given, expected, f"tensor {i}")
-        assert given.abs().sum() > 0
+    for i, (actual, expected) in enumerate(zip(results, wanted, strict=True)):
+        assert_bits_equal(actual, expected, f"tensor {i}")
+        assert actual.abs().sum() > 0

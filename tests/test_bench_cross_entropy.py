@@ -33,13 +33,13 @@ def test_small(nproc: str, dtype: str, tmp_path: Path) -> None:
 
 
 def test_report_with_memory() -> None:
-    found = {
+    measured = {
         "times": {OURS: [0.001, 0.001], PEER: [0.004, 0.004]},
         "peaks": {OURS: [2**20, 2**20], PEER: [2**22, 2**22]},
         "apart": 1e-7,
     }
 
-    report = cross_entropy.report(found, SETTINGS)
+    report = cross_entropy.report(measured, SETTINGS)
 
     ours, peer = report.rows
     assert len(ours) == len(peer) == len(report.columns)
@@ -53,9 +53,9 @@ def test_report_with_memory() -> None:
 
 
 def test_report_without_memory() -> None:
-    found = {"times": {OURS: [0.8], PEER: [1.0]}, "peaks": {}, "apart": 0.0}
+    measured = {"times": {OURS: [0.8], PEER: [1.0]}, "peaks": {}, "apart": 0.0}
 
-    report = cross_entropy.report(found, SETTINGS)
+    report = cross_entropy.report(measured, SETTINGS)
 
     assert {row[-2:] for row in report.rows} == {("not available", "not available")}
     assert report.findings[0].startswith("not measured here, needs GPUs: time, ")

@@ -13,9 +13,9 @@ MODEL = {"layers": 80, "hidden": 8192, "dtype": "bfloat16", "capacity": 512}
 def test_report() -> None:
     times = {name: [0.010] for name in CALLS} | {decode.LEGACY: [0.050], decode.REDUCTIONS: [0.002]}
     slower = times | {decode.OURS: [0.012], decode.BARE: [0.0016]}
-    found = {"samples": {"1": times, "8": slower}, "model": MODEL}
+    measured = {"samples": {"1": times, "8": slower}, "model": MODEL}
 
-    report = decode.report(found, {"nproc": 2, "rounds": 1}, on_gpus=True)
+    report = decode.report(measured, {"nproc": 2, "rounds": 1}, on_gpus=True)
 
     nccl, legacy, sums, first, second = report.findings
     assert nccl.startswith("missed: ") and nccl.endswith("worst batch: 1.20, target at most 0.80")
@@ -28,7 +28,7 @@ def test_report() -> None:
     assert second.startswith("batch 8: ") and "17% of a step" in second
     assert "80 layers of hidden 8192" in report.caption
     assert {len(row) for row in report.rows} == {len(report.columns)}
-    on_cpus = decode.report(found, {"nproc": 2, "rounds": 1}, on_gpus=False)
+    on_cpus = decode.report(measured, {"nproc": 2, "rounds": 1}, on_gpus=False)
     assert all(finding.startswith("not measured here") for finding in on_cpus.findings[:3])
 
 

@@ -31,9 +31,9 @@ WAYS = {dispatch.DISPATCH: THERE, dispatch.COMBINE: BACK}
 
 def test_report() -> None:
     """Each way has its limits; that of packed messages depends on the number of tokens."""
-    found = {"128": WAYS, "4096": WAYS}
+    samples = {"128": WAYS, "4096": WAYS}
 
-    report = dispatch.report(found, {"nproc": 4, "rounds": 1}, "nccl")
+    report = dispatch.report(samples, {"nproc": 4, "rounds": 1}, "nccl")
 
     ends = [(line.split(" / ")[0], line.rsplit(": ")[-1]) for line in report.findings]
     assert ends == [
@@ -48,7 +48,7 @@ def test_report() -> None:
     ]
     assert "7168 on each of 4 ranks, 8 random experts of 64" in report.caption
     assert {len(row) for row in report.rows} == {len(report.columns)}
-    on_cpus = dispatch.report(found, {"nproc": 2, "rounds": 1}, "gloo")
+    on_cpus = dispatch.report(samples, {"nproc": 2, "rounds": 1}, "gloo")
     assert all(finding.startswith("not measured here") for finding in on_cpus.findings)
 
 
@@ -62,12 +62,12 @@ def test_refusal(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_targets_over_flashinfer() -> None:
     """They are for few tokens alone, and each way is compared with its own time."""
-    there = {**THERE, FLASHINFER: [1e-5]}
+    sent = {**THERE, FLASHINFER: [1e-5]}
     back = {**BACK, FLASHINFER: [4e-5], COPIED: [6e-5]}
-    found = {size: {dispatch.DISPATCH: there, dispatch.COMBINE: back} for size in ("128", "4096")}
+    samples = {size: {dispatch.DISPATCH: sent, dispatch.COMBINE: back} for size in ("128", "4096")}
     settings = {"nproc": 4, "rounds": 1, "peers": "FOLDER"}
 
-    report = dispatch.report(found, settings, "nccl", ["libraries of peers: libmoe.so"])
+    report = dispatch.report(samples, settings, "nccl", ["libraries of peers: libmoe.so"])
 
     assert report.command == "commlib bench dispatch --nproc 4 --rounds 1 --peers FOLDER"
     assert [line for line in report.findings if FLASHINFER in line] == [
@@ -83,12 +83,12 @@ def test_targets_over_flashinfer() -> None:
 
 
 def test_without_the_library_nothing_is_said_of_it() -> None:
-    found = {"128": {**WAYS, dispatch.DISPATCH: {**THERE, FLASHINFER: [1e-5]}}}
+    samples = {"128": {**WAYS, dispatch.DISPATCH: {**THERE, FLASHINFER: [1e-5]}}}
     settings = {"nproc": 4, "rounds": 1}
 
     alone = dispatch.report({"128": WAYS}, settings, "nccl")
     assert not any(FLASHINFER in text for text in (alone.caption, *alone.columns, *alone.findings))
-    failed = dispatch.report(found, settings, "nccl")  # its combine was left out
+    failed = dispatch.report(samples, settings, "nccl")  # its combine was left out
     rows = {row[:3]: row[-1] for row in failed.rows}
     assert rows["128", "combine", dispatch.OURS] == "-"
     assert dispatch.BURST % 2 == 0  # else a replay would begin with the flags of the last call
@@ -139,17 +139,17 @@ def test_a_peer_that_is_wrong_is_left_out(ring: CommContext, tmp_path: Path, wro
         samples: Any = dispatch._samples(work, 2, watch, {"libmoe.so": "libmoe.so"})
         peers = ExpertPeers(ring, work.tokens, work.receivers, watch, {})
 
-    there, back = samples[dispatch.DISPATCH], samples[dispatch.COMBINE]
-    assert ("gather" in there, "gather" in back) == (wrong != "dispatch",) * 2
+    sent, back = samples[dispatch.DISPATCH], samples[dispatch.COMBINE]
+    assert ("gather" in sent, "gather" in back) == (wrong != "dispatch",) * 2
     assert ("zeros" in back) == (not wrong)
-    assert {len(values) for values in (*there.values(), *back.values())} == {2}
+    assert {len(values) for values in (*sent.values(), *back.values())} == {2}
     assert not peers.dispatches and not peers.combines
     reasons = {
         "dispatch": ("gather", "8 tokens, dispatch", "gather: wrong tokens from rank 0"),
         "combine": ("zeros", "8 tokens, combine", "zeros: wrong sums of 8 tokens"),
     }
     if wrong:
-        name, where, reason = reasons[wrong]
-        assert reason in watch.failed[name][where]
+        name, stage, reason = reasons[wrong]
+        assert reason in watch.failed[name][stage]
     else:
         assert not watch.failed

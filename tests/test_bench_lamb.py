@@ -33,9 +33,9 @@ def test_small_on_one_rank(tmp_path: Path) -> None:
 
 def test_report() -> None:
     times = {OURS: [0.003], CAPTURED: [0.001], PEER: [0.004]}
-    found = {"times": times, "memory": MEMORY, "state": STATE, "difference": 1e-4}
+    measured = {"times": times, "memory": MEMORY, "state": STATE, "difference": 1e-4}
 
-    report = lamb.report(found, SETTINGS, "GPUs")
+    report = lamb.report(measured, SETTINGS, "GPUs")
 
     speed, memory, state, agree = report.findings
     assert speed == f"met: {CAPTURED} / {PEER}: 0.25, target at most 0.50"
@@ -44,7 +44,7 @@ def test_report() -> None:
     assert "agree" in agree
     assert {len(row) for row in report.rows} == {len(report.columns)}
     assert [row[-1] for row in report.rows] == ["625", "625", "1000"]
-    other = lamb.report({**found, "difference": 0.5}, {**SETTINGS, "width": 64}, "GPUs")
+    other = lamb.report({**measured, "difference": 0.5}, {**SETTINGS, "width": 64}, "GPUs")
     assert "DIFFER" in other.findings[-1]
     assert other.findings[0].startswith("not measured here")
 

@@ -94,10 +94,10 @@ def calls(way: Way, memory: HostMemory, threads: Threads) -> Iterator[tuple[Any,
     for _ in range(5):
         way.x.copy_(torch.randn(way.x.shape, generator=generator))
         parts = threads.gather(memory.rank, way.x.clone())
-        found = way.call()
-        found = (found,) if isinstance(found, torch.Tensor) else found
+        outputs = way.call()
+        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         exact = sum(part.double().numpy() for part in parts)
-        yield np.asarray(exact), [one.double().numpy() for one in found]
+        yield np.asarray(exact), [one.double().numpy() for one in outputs]
         threads.barrier.wait()
 
 
@@ -117,8 +117,8 @@ if COMPILER:
                 flat = [way for way in NAMES[name] if way != "FlashInfer two-shot"]
                 assert list(ways) == flat
                 for way in ways.values():
-                    for exact, (found,) in calls(way, memory, threads):
-                        np.testing.assert_allclose(found, exact, rtol=2**-7, atol=2**-8)
+                    for exact, (actual,) in calls(way, memory, threads):
+                        np.testing.assert_allclose(actual, exact, rtol=2**-7, atol=2**-8)
 
         on_threads(body)
 
@@ -130,7 +130,7 @@ if COMPILER:
         def body(memory: HostMemory, threads: Threads) -> None:
             peer = folder.load(str(built / "libfi.so"), memory, 2**15)
             ways = peer.norms(residual, weight, 1e-6)
-            assert list(ways) == [f"FlashInfer {how}, fused" for how in HOW]
+            assert list(ways) == [f"FlashInfer {mode}, fused" for mode in HOW]
             for way in ways.values():
                 for exact, (normal, total) in calls(way, memory, threads):
                     sums = exact + residual.double().numpy()
@@ -159,9 +159,9 @@ if COMPILER:
             copies = sum((owners[memory.rank] == rank).any(1).int() for rank in range(SIZE))
             near = Near(x.double() * torch.as_tensor(copies)[:, None], x.double().abs() * 2**-7)
             for _ in range(3):
-                (there,) = peer.dispatches().items()
-                assert there[0] == FLASHINFER
-                assert expert_ways.check_dispatch(*there, peer.received, expected)
+                (entry,) = peer.dispatches().items()
+                assert entry[0] == FLASHINFER
+                assert expert_ways.check_dispatch(*entry, peer.received, expected)
                 assert list(peer.combines()) == [FLASHINFER, COPIED]
                 for name, call in peer.combines().items():
                     assert expert_ways.check_combine(name, call, near)
@@ -316,9 +316,9 @@ def test_ranks_start_again_without_the_peer_that_ended_them() -> None:
                 raise LaunchError("ended")
         return "samples"
 
-    found, lost = launch_without(start)
+    result, lost = launch_without(start)
 
-    assert found == "samples" and started == [[], ["a"], ["a", "b"]]
+    assert result == "samples" and started == [[], ["a"], ["a", "b"]]
     assert lost == {bad: f"rank 1: Error: {bad} is bad" for bad in "ab"}
 
 

@@ -17,8 +17,8 @@ def test_findings() -> None:
 
     def findings(*taken: float) -> tuple[str, ...]:
         runs = [[int(each * gib) for each in taken]] * 2
-        found = {pipeline.GRAPHS: runs, pipeline.EAGER: eager}
-        report = pipeline.report(found, {"nproc": 2, "rounds": 2})
+        measured = {pipeline.GRAPHS: runs, pipeline.EAGER: eager}
+        report = pipeline.report(measured, {"nproc": 2, "rounds": 2})
         assert_equal(report.command, "commlib bench pipeline --nproc 2 --rounds 2")
         assert_equal(len(report.rows), 6)
         return report.findings
@@ -42,8 +42,8 @@ def test_the_work(comm: Any) -> None:
     """Captured stages have the losses of eager ones, bit for bit."""
     torch.manual_seed(0)
     runs = [pipeline.train(comm, SMALL, (2, 3), captured=captured) for captured in (False, True)]
-    for (_, expected), (_, found) in zip(*runs, strict=True):
-        assert_equal(len(found), len(expected))
-        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+    for (_, expected), (_, actual) in zip(*runs, strict=True):
+        assert_equal(len(actual), len(expected))
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_bits_equal(one, other, f"loss {i}")
     assert_equal(len(runs[1][-1][1]), 3 if comm.rank == comm.size - 1 else 0, "losses")

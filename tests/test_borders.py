@@ -29,7 +29,7 @@ def test_tokens_of_one_expert_keep_their_order(tokens: int) -> None:
 
     order = ops.assign_pos(ids, counts.cumsum(0))
 
-    want = [place.flip(0) for place in ((ids == expert).nonzero()[:, 0] for expert in range(3))]
+    want = [rows.flip(0) for rows in ((ids == expert).nonzero()[:, 0] for expert in range(3))]
     assert torch.equal(order, torch.cat(want))
 
 

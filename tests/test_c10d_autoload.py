@@ -85,20 +85,20 @@ def test_the_groups_of_a_program_are_rings(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["tests/programs/trainer.py", "examples/transformers_tp.py"])
 def test_programs_of_transformers(path: str, program: str) -> None:
     """The Trainer and a tensor-parallel model under torchrun print the digits of stock gloo."""
-    found = {}
-    for given, backend in (("0", "gloo"), ("1", "commlib")):
+    outputs = {}
+    for value, backend in (("0", "gloo"), ("1", "commlib")):
         code, out, err = run(
             *(*LAUNCHER, "--nproc-per-node", "2", str(ROOT / program)),
             fresh=True,
             PYTHONPATH=path,
             CUDA_VISIBLE_DEVICES="",
-            **{flags.TORCH_BACKEND: given, flags.UNIFIED: "1"},
+            **{flags.TORCH_BACKEND: value, flags.UNIFIED: "1"},
         )
         assert code == 0, err
         assert f"backend {backend}" in err, err
-        found[backend] = [line for line in out.splitlines() if not line.startswith("{")]
-    assert found["gloo"]
-    assert found["commlib"] == found["gloo"]
+        outputs[backend] = [line for line in out.splitlines() if not line.startswith("{")]
+    assert outputs["gloo"]
+    assert outputs["commlib"] == outputs["gloo"]
 
 
 def test_a_package_that_can_not_be_imported(path: str, tmp_path: Path) -> None:
@@ -116,14 +116,14 @@ def test_a_package_that_can_not_be_imported(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "0"])
 def test_an_empty_value_is_as_unset(path: str, text: str) -> None:
-    given = {flags.TORCH_BACKEND: text}
-    assert run("-c", IMPORTED, fresh=True, PYTHONPATH=path, **given) == (0, "[]\n", "")
+    env = {flags.TORCH_BACKEND: text}
+    assert run("-c", IMPORTED, fresh=True, PYTHONPATH=path, **env) == (0, "[]\n", "")
 
 
 def test_a_wrong_value_is_one_line(path: str) -> None:
     for name, text in ((flags.TORCH_BACKEND, "maybe"), (flags.TIMEOUT, "soon")):
-        given = {flags.TORCH_BACKEND: "1", name: text}
-        code, out, err = run("-c", "import torch", fresh=True, PYTHONPATH=path, **given)
+        env = {flags.TORCH_BACKEND: "1", name: text}
+        code, out, err = run("-c", "import torch", fresh=True, PYTHONPATH=path, **env)
         assert (code, out) == (1, "")
         assert err.startswith(f"import torch: {name}='{text}' is not a "), err
         assert err.count("\n") == 1, err

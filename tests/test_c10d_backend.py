@@ -63,24 +63,24 @@ def waited(work: Any) -> None:
 
 
 def all_reduce(device: torch.device, later: bool) -> Any:
-    found = []
+    outputs = []
     for op in OPS.values():
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
             if dtype is torch.complex64 and op is not dist.ReduceOp.SUM:
                 continue
             x = mine(device, 3, 5, dtype=dtype)
             waited(dist.all_reduce(x, op, async_op=later))
-            found.append(x)
-    return found
+            outputs.append(x)
+    return outputs
 
 
 def reduce(device: torch.device, later: bool) -> Any:
-    found = []
+    outputs = []
     for op in OPS.values():
         x = mine(device, 7)
         waited(dist.reduce(x, 1, op, async_op=later))
-        found += [x] if dist.get_rank() == 1 else []
-    return found
+        outputs += [x] if dist.get_rank() == 1 else []
+    return outputs
 
 
 def broadcast(device: torch.device, later: bool) -> Any:
@@ -95,17 +95,17 @@ def all_gather(device: torch.device, later: bool) -> Any:
     x = mine(device, 2, 3)
     outs = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     waited(dist.all_gather(outs, x, async_op=later))
-    whole = x.new_empty(4, 3)
-    waited(dist.all_gather_into_tensor(whole, x, async_op=later))
-    return outs, whole
+    full = x.new_empty(4, 3)
+    waited(dist.all_gather_into_tensor(full, x, async_op=later))
+    return outs, full
 
 
 def gather_and_scatter(device: torch.device, later: bool) -> Any:
     x, rank = mine(device, 2, 3), dist.get_rank()
     outs = [torch.empty_like(x) for _ in range(2)] if rank == 1 else None
     waited(dist.gather(x, outs, dst=1, async_op=later))
-    part, given = torch.empty_like(x), [mine(device, 2, 3) + i for i in range(2)]
-    waited(dist.scatter(part, given if rank == 0 else None, src=0, async_op=later))
+    part, inputs = torch.empty_like(x), [mine(device, 2, 3) + i for i in range(2)]
+    waited(dist.scatter(part, inputs if rank == 0 else None, src=0, async_op=later))
     return outs or [], part
 
 
@@ -273,14 +273,14 @@ def test_premul_sum(ring: Any) -> None:
     """A sum of scaled inputs, also where rings take no factor; the inputs stay as they are."""
     with initialised(ring, OURS[ring.device.type]):
         half, device = dist._make_nccl_premul_sum(0.5), ring.device
-        given = [np.arange(4, dtype=np.float32) + 3 * r for r in range(2)]
-        total = (given[0] * 0.5 + given[1] * 0.5).tolist()
+        inputs = [np.arange(4, dtype=np.float32) + 3 * r for r in range(2)]
+        total = (inputs[0] * 0.5 + inputs[1] * 0.5).tolist()
         part = total[2 * ring.rank : 2 * ring.rank + 2]
         for later in (False, True):
-            x = torch.from_numpy(given[ring.rank].copy()).to(device)
+            x = torch.from_numpy(inputs[ring.rank].copy()).to(device)
             out = torch.empty(2, device=device)
             waited(dist.reduce_scatter_tensor(out, x, half, async_op=later))
-            assert_equal((out.tolist(), x.tolist()), (part, given[ring.rank].tolist()), "tensor")
+            assert_equal((out.tolist(), x.tolist()), (part, inputs[ring.rank].tolist()), "tensor")
             out = torch.empty(2, device=device)
             waited(dist.reduce_scatter(out, list(x.chunk(2)), half, async_op=later))
             assert_equal(out.tolist(), part, "list")
@@ -295,15 +295,15 @@ def mean_of_integers(ring: Any) -> None:
     with initialised(ring, OURS[ring.device.type]):
         for dtype in (*INTEGERS, *UNSIGNED):
             arrays = [wide(sample(rank, (4 * size,), dtype)) for rank in range(size)]
-            want, own = mean(arrays, 0), slice(4 * ring.rank, 4 * ring.rank + 4)
+            want, shard = mean(arrays, 0), slice(4 * ring.rank, 4 * ring.rank + 4)
             for later in (False, True):
                 x = rounded(arrays[ring.rank], dtype).to(ring.device)
                 part = torch.empty_like(x[:4])
                 waited(dist.reduce_scatter_tensor(part, x, average, async_op=later))
-                assert_bits_equal(part, want[own], f"reduce_scatter_tensor of {dtype}")
+                assert_bits_equal(part, want[shard], f"reduce_scatter_tensor of {dtype}")
                 part = torch.empty_like(part)
                 waited(dist.reduce_scatter(part, list(x.chunk(size)), average, async_op=later))
-                assert_bits_equal(part, want[own], f"reduce_scatter of {dtype}")
+                assert_bits_equal(part, want[shard], f"reduce_scatter of {dtype}")
                 reduced = x.clone()
                 waited(dist.reduce(reduced, 0, average, async_op=later))
                 if ring.rank == 0:

@@ -44,56 +44,56 @@ def in_their_place(device: torch.device, later: bool) -> Any:
 
     Torch's own backends have no form for the other place: they get a copy.
     """
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     rank = dist.get_rank()
-    for place in (rank, 1 - rank):
-        shared = place == rank or NAME in dist.get_backend_config()
-        whole = torch.zeros(8, 3, device=device)
-        own = whole[4 * place : 4 * place + 4].copy_(mine(device, 4, 3))
-        waited(gather_single(whole, own if shared else own.clone(), async_op=later))
+    for slot in (rank, 1 - rank):
+        shared = slot == rank or NAME in dist.get_backend_config()
+        full = torch.zeros(8, 3, device=device)
+        chunk = full[4 * slot : 4 * slot + 4].copy_(mine(device, 4, 3))
+        waited(gather_single(full, chunk if shared else chunk.clone(), async_op=later))
         x = mine(device, 4, 3)
-        part = x[2 * place : 2 * place + 2]
+        part = x[2 * slot : 2 * slot + 2]
         out = part if shared else part.clone()
         waited(scatter_single(out, x, async_op=later))
-        found += [whole, out.clone()]
-    return found
+        outputs += [full, out.clone()]
+    return outputs
 
 
 def reduced_together(device: torch.device, later: bool) -> Any:
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         tensors = [mine(device, 3, 2), mine(device, 5), mine(device, 1)]
         work: Any = dist.all_reduce_coalesced(tensors, op, async_op=later)
         if later:
             work.wait()
-        found += tensors
-    return found
+        outputs += tensors
+    return outputs
 
 
 def sent_objects(device: torch.device, later: bool) -> Any:
     """A list of objects to the other rank, and one back."""
-    given: list[Any] = [{"rank": dist.get_rank()}, "text", None, (1, 2)]
-    found: list[Any] = [None] * 4
+    sent: list[Any] = [{"rank": dist.get_rank()}, "text", None, (1, 2)]
+    received: list[Any] = [None] * 4
     for source in range(2):
         if dist.get_rank() == source:
-            dist.send_object_list(given, dst=1 - source, device=device)
+            dist.send_object_list(sent, dst=1 - source, device=device)
         else:
-            dist.recv_object_list(found, src=source, device=device)
-    return [str(found)]
+            dist.recv_object_list(received, src=source, device=device)
+    return [str(received)]
 
 
 def in_subgroups(device: torch.device, later: bool) -> Any:
-    found = []
+    outputs = []
     for size in (1, 2):
-        own, groups = dist.new_subgroups(group_size=size)
+        group, groups = dist.new_subgroups(group_size=size)
         assert_equal(len(groups), 2 // size, "groups")
         x = mine(device, 4)
-        waited(dist.all_reduce(x, group=own, async_op=later))
-        found += [x, own.size()]
-    own, _ = dist.new_subgroups_by_enumeration([[0, 1]])
+        waited(dist.all_reduce(x, group=group, async_op=later))
+        outputs += [x, group.size()]
+    group, _ = dist.new_subgroups_by_enumeration([[0, 1]])
     x = mine(device, 4)
-    waited(dist.all_reduce(x, group=own, async_op=later))
-    return [*found, x]
+    waited(dist.all_reduce(x, group=group, async_op=later))
+    return [*outputs, x]
 
 
 PROGRAMS: tuple[Callable[[torch.device, bool], Any], ...] = (
@@ -129,25 +129,25 @@ def test_few_functions_run_in_a_frequent_call(ring: Any) -> None:
                 for _ in range(3):
                     call()
                 # Of two traces the shorter one: one call in 1000 closes a window of the call log.
-                found = min((functions_of(call) for _ in range(2)), key=len)
-                listed = "\n".join(f"{file}: {function}" for file, function in found)
-                what = f"{name} of {count}, {len(found)} functions:\n{listed}"
-                assert_equal(len(found) <= MOST, True, what)
+                called = min((functions_of(call) for _ in range(2)), key=len)
+                listed = "\n".join(f"{file}: {function}" for file, function in called)
+                text = f"{name} of {count}, {len(called)} functions:\n{listed}"
+                assert_equal(len(called) <= MOST, True, text)
 
 
 def frequent_calls(ring: Any, count: int) -> dict[str, Callable[[], Any]]:
     """Return calls with ``count`` numbers, also in place where the engine has that form."""
-    whole = torch.zeros(count, device=ring.device)
-    own = whole.chunk(2)[ring.rank]
-    x, out = torch.zeros_like(own), torch.empty_like(own)
+    full = torch.zeros(count, device=ring.device)
+    chunk = full.chunk(2)[ring.rank]
+    x, out = torch.zeros_like(chunk), torch.empty_like(chunk)
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: gather_single(whole, x),
-        "reduce_scatter": lambda: scatter_single(out, whole),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "all_gather": lambda: gather_single(full, x),
+        "reduce_scatter": lambda: scatter_single(out, full),
     }
     if ring._engine.parts_in_place:
-        calls["all_gather in place"] = lambda: gather_single(whole, own)
-        calls["reduce_scatter in place"] = lambda: scatter_single(own, whole)
+        calls["all_gather in place"] = lambda: gather_single(full, chunk)
+        calls["reduce_scatter in place"] = lambda: scatter_single(chunk, full)
     return calls
 
 
@@ -158,10 +158,10 @@ def test_all_gather_coalesced(ring: Any) -> None:
         warnings.simplefilter("ignore")  # torch will remove it
         shapes = ((3, 2), (5,), (1,))
         every = [[sample(r, shape, torch.float32) for shape in shapes] for r in range(2)]
-        own = [x.to(ring.device) for x in every[ring.rank]]
+        inputs = [x.to(ring.device) for x in every[ring.rank]]
         for later in (False, True):
-            outs = [[torch.empty_like(x) for x in own] for _ in range(2)]
-            work: Any = distributed_c10d.all_gather_coalesced(outs, own, async_op=later)
+            outs = [[torch.empty_like(x) for x in inputs] for _ in range(2)]
+            work: Any = distributed_c10d.all_gather_coalesced(outs, inputs, async_op=later)
             if later:
                 work.wait()
             for row, expected in zip(outs, every, strict=True):
@@ -183,16 +183,16 @@ def test_positions_in_a_group(ring: Any) -> None:
         dist.reduce(x, group=group, group_dst=1)
         if position == 1:
             assert_equal(x.tolist(), [3.0, 3.0], "reduce to rank 0")
-        own = torch.full((2,), position + 1.0, device=device)
-        outs = [torch.empty_like(own) for _ in range(2)] if position == 1 else None
-        dist.gather(own, outs, group=group, group_dst=1)
+        local = torch.full((2,), position + 1.0, device=device)
+        outs = [torch.empty_like(local) for _ in range(2)] if position == 1 else None
+        dist.gather(local, outs, group=group, group_dst=1)
         if outs is not None:
             assert_equal([out.tolist() for out in outs], [[1.0] * 2, [2.0] * 2], "gather")
         parts = [torch.full((2,), 5.0 + to, device=device) for to in range(2)]
         dist.scatter(x, parts if position == 0 else None, group=group, group_src=0)
         assert_equal(x.tolist(), [5.0 + position] * 2, "scatter")
         if position == 0:
-            dist.send(own * 9, group=group, group_dst=1)
+            dist.send(local * 9, group=group, group_dst=1)
         else:
             dist.recv(x, group=group, group_src=0)
             assert_equal(x.tolist(), [9.0, 9.0], "recv from rank 1")
@@ -255,15 +255,15 @@ def test_sync_batch_norm_on_the_group_of_a_ring(ring: Any) -> None:
     with initialised(ring, OURS[ring.device.type]):
         made = commlib.new_ring(7, [0, 1])
         assert made is not None
-        found = []
+        results = []
         for group in (None, made.process_group()):
             norm = nn.SyncBatchNorm(8, process_group=group).to(ring.device)
             torch.manual_seed(ring.rank)
             x = torch.randn(4 + ring.rank, 8, 5).to(ring.device).requires_grad_()
             y = norm(x)
             y.square().sum().backward()
-            found.append([y.detach(), x.grad, norm.weight.grad, norm.running_mean])
-        for one, other in zip(*found, strict=True):
+            results.append([y.detach(), x.grad, norm.weight.grad, norm.running_mean])
+        for one, other in zip(*results, strict=True):
             assert_bits_equal(other, one)
         dist.barrier()
         commlib.close_ring(7)

@@ -78,11 +78,11 @@ def split_weights(device: torch.device, size: int) -> Step:
 
 def decoded(step: Step, device: torch.device) -> list[Tensor]:
     """Return the states of some tokens, one after the other."""
-    x, found = torch.linspace(-1, 1, WIDTH, device=device).view(1, -1), []
+    x, states = torch.linspace(-1, 1, WIDTH, device=device).view(1, -1), []
     for token in range(TOKENS):
         x = step(x, torch.tensor([token], device=device)).clone()
-        found.append(x)
-    return found
+        states.append(x)
+    return states
 
 
 def same_from_graphs(ring: Any, make: Callable[[torch.device, int], Step], used: str) -> None:
@@ -90,8 +90,8 @@ def same_from_graphs(ring: Any, make: Callable[[torch.device, int], Step], used:
     with initialised(ring, OURS[ring.device.type]):
         expected = decoded(make(ring.device, ring.size), ring.device)
         captured = graph.capture(make(ring.device, ring.size), outputs="copy")
-        found = decoded(captured, ring.device)
-        for token, (one, other) in enumerate(zip(found, expected, strict=True)):
+        actual = decoded(captured, ring.device)
+        for token, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_bits_equal(one, other, f"token {token}")
         (row,) = graph.report(captured)
         assert_equal(row["replays"] >= TOKENS - 2, True, f"replays: {row['replays']}")
@@ -117,14 +117,14 @@ def test_a_forward_of_fsdp(ring: Any) -> None:
 def normalised(device: torch.device) -> Any:
     """Three steps of SyncBatchNorm, forward and backward, then one in evaluation."""
     norm = nn.SyncBatchNorm(8).to(device)
-    found: list[Any] = []
+    results: list[Any] = []
     for step in range(3):
         torch.manual_seed(10 * dist.get_rank() + step)
         x = torch.randn(4 + dist.get_rank(), 8, 5).to(device).requires_grad_()
         y = norm(x)
         y.square().sum().backward()
-        found += [y, x.grad, norm.weight.grad, norm.bias.grad]
-    return [*found, norm.running_mean, norm.running_var, norm.eval()(x)]
+        results += [y, x.grad, norm.weight.grad, norm.bias.grad]
+    return [*results, norm.running_mean, norm.running_var, norm.eval()(x)]
 
 
 @runs_on("gpu_ranks")

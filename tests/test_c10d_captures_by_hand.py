@@ -77,8 +77,8 @@ def test_a_tensor_parallel_step(ring: Any) -> None:
             graph.replay()
             return out
 
-        found = decoded(replayed, device)
-        for token, (one, other) in enumerate(zip(found, expected, strict=True)):
+        actual = decoded(replayed, device)
+        for token, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_bits_equal(one, other, f"token {token}")
         graph.reset()
         dist.barrier()

@@ -19,11 +19,11 @@ from tests.support.torch_groups import OURS, initialised, store_of
 
 def made_by_torch(ring: Any, store: dist.Store, device_id: torch.device | None) -> Any:
     """Make a group as torch does: it has the device in a variable of this name."""
-    given: Any = c10d._DistributedBackendOptions()
-    given.store, given.group_id, given.timeout = store, "bound", dist.constants.default_pg_timeout
-    given.group_rank, given.group_size = ring.rank, ring.size
-    given.global_ranks_in_group = list(ring.ranks)
-    return backend._create(given)
+    opts: Any = c10d._DistributedBackendOptions()
+    opts.store, opts.group_id, opts.timeout = store, "bound", dist.constants.default_pg_timeout
+    opts.group_rank, opts.group_size = ring.rank, ring.size
+    opts.global_ranks_in_group = list(ring.ranks)
+    return backend._create(opts)
 
 
 @runs_on("cpu_ranks")

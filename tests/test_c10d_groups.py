@@ -276,9 +276,9 @@ def test_monitored_barrier_of_torch(ring: Any) -> None:
         assert_equal(ring.report()["calls"], calls, "calls of the ring")
         if ring.rank == 0:
             seconds: Any = 0.3  # C++ takes a number too
-            for given in (timedelta(seconds=seconds), seconds):
+            for timeout in (timedelta(seconds=seconds), seconds):
                 with raises(CommTimeout, "monitored_barrier", "0.3 s", "rank 1"):
-                    dist.monitored_barrier(timeout=given)
+                    dist.monitored_barrier(timeout=timeout)
             with raises(CommTimeout, "monitored_barrier", "0.001 s", "rank 1"):
                 dist.monitored_barrier(timeout=timedelta(0))
     signature = inspect.signature(dist.monitored_barrier)
@@ -359,7 +359,7 @@ def test_the_entry_point_is_the_registrar() -> None:
     """Torch 2.14 and newer look the backend up by its name, and call what they find."""
     config = configparser.ConfigParser()
     config.read(Path(__file__).resolve().parent.parent / "setup.cfg")
-    name, _, place = config["options.entry_points"]["torch.distributed.backends"].partition("=")
-    found = EntryPoint(name.strip(), place.strip(), "torch.distributed.backends").load()
+    name, _, value = config["options.entry_points"]["torch.distributed.backends"].partition("=")
+    loaded = EntryPoint(name.strip(), value.strip(), "torch.distributed.backends").load()
     assert name.strip() == "commlib"
-    assert found is commlib.compat.c10d.register
+    assert loaded is commlib.compat.c10d.register

@@ -122,12 +122,12 @@ def test_a_reducer_waits_for_a_work_that_python_has_dropped(ring: Any, kind: str
         gc.collect()
         assert_equal((work(), later() is None), (None, False), "works that are kept")
         later().wait()  # type: ignore[union-attr]
-        kept = ref(out)
+        out_ref = ref(out)
         del model, loss, out
         gc.collect()
         assert_equal(later(), None, "after the reducer's end")
         if ring.device.type == "cpu":  # a GPU may still use it
-            assert_equal(kept(), None, "output after the reducer's end")
+            assert_equal(out_ref(), None, "output after the reducer's end")
 
 
 @runs_on("ranks")
@@ -186,5 +186,5 @@ def functions(holder: Any, seen: set[Any]) -> Iterator[tuple[str, str]]:
 def test_torch_has_two_functions_that_take_a_work() -> None:
     """A third one must keep the Python object, as ``_register_work`` does, or get a wrapper."""
     argument = re.compile(r"\((?:.*, )?(?!self\b)\w+: [\w.:]*\bWork\b.*\) ->")
-    found = {name for name, text in functions(c10d, set()) if argument.search(text)}
-    assert found == {"_register_work", "_set_forward_pass_work_handle"}
+    names = {name for name, text in functions(c10d, set()) if argument.search(text)}
+    assert names == {"_register_work", "_set_forward_pass_work_handle"}

@@ -87,5 +87,5 @@ def test_the_line_of_a_renamed_call(ring: Any) -> None:
             with pytest.raises(MismatchError) as caught:
                 call(x[: 4 - 2 * ring.rank])
             lines = [part for part in str(caught.value).split() if ".py:" in part]
-            own = [part for part in lines if f"{Path(__file__).name}:" in part]
-            assert_equal((len(lines), len(own)), (2, 2), f"lines of {name}: {lines}")
+            matches = [part for part in lines if f"{Path(__file__).name}:" in part]
+            assert_equal((len(lines), len(matches)), (2, 2), f"lines of {name}: {lines}")

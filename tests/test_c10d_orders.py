@@ -264,10 +264,10 @@ def test_the_error_of_a_group_that_times_out(ring: Any) -> None:
             group: Any = dist.new_group([0, 1], timedelta(seconds=0.5))
             x = torch.ones(2)
             if ring.rank == 0:
-                where = f"{name} on ring 0"
-                with raises(CommTimeout, where, "within 0.5 s", "rank 1", "call new_group"):
+                context = f"{name} on ring 0"
+                with raises(CommTimeout, context, "within 0.5 s", "rank 1", "call new_group"):
                     call(x, group)
-                with raises(RingError, where, f"timed out in {name}", "call new_group"):
+                with raises(RingError, context, f"timed out in {name}", "call new_group"):
                     call(x, group)
             dist.all_reduce(x)
             assert_equal(x.tolist(), [2.0, 2.0], f"the group of all ranks after {name}")

@@ -262,10 +262,10 @@ def test_limits_of_a_group(ring: Any) -> None:
         with patch.object(type(ring), "monitored_barrier") as made:
             group.monitored_barrier()
         assert_equal(made.call_args.kwargs, {"timeout": None}, "the ring's timeout")
-        given = c10d.BarrierOptions()
-        given.asyncOp = False
-        group.barrier(given)
-        assert_equal(given.asyncOp, False, "asyncOp of the caller")
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        group.barrier(opts)
+        assert_equal(opts.asyncOp, False, "asyncOp of the caller")
 
 
 @runs_on("cpu_ranks")

@@ -92,10 +92,10 @@ def test_split_group_of_ranks_in_other_groups(ring: Any) -> None:
     with initialised(ring, "commlib", timeout=timedelta(seconds=8)) as world:
         for _ in range(ring.rank):
             dist.new_group([ring.rank], use_local_synchronization=True)
-        whole: Any = dist.split_group(split_ranks=[[0, 1]])
-        part: Any = dist.split_group(whole, [[1, 0]])
+        parent: Any = dist.split_group(split_ranks=[[0, 1]])
+        part: Any = dist.split_group(parent, [[1, 0]])
         x = torch.ones(2)
-        for group in (whole, part):
+        for group in (parent, part):
             dist.all_reduce(x, group=group)
         assert_equal(x.tolist(), [4.0, 4.0], "sums in two groups")
         if not takes_subclasses():  # there, C++ makes the group and its store

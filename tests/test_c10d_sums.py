@@ -22,19 +22,19 @@ def mine(*shape: int, seed: int = 0) -> Tensor:
 
 
 def one_tensor(device: torch.device) -> Any:
-    found = []
+    outputs = []
     for size in SIZES:
         x, part = mine(size), torch.empty(size)
         dist.all_reduce(x)
         rooted = mine(size)
         dist.reduce(rooted, 1)
         dist.reduce_scatter_tensor(part, mine(3 * size))
-        found += [x, part] + ([rooted] if dist.get_rank() == 1 else [])
-    return found
+        outputs += [x, part] + ([rooted] if dist.get_rank() == 1 else [])
+    return outputs
 
 
 def lists(device: torch.device) -> Any:
-    found = []
+    outputs = []
     for size in SIZES:
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
             out = torch.empty(size)
@@ -43,14 +43,14 @@ def lists(device: torch.device) -> Any:
             )
             if work is not None:
                 work.wait()
-            found.append(out)
-    return found
+            outputs.append(out)
+    return outputs
 
 
 def coalesced(device: torch.device) -> Any:
     """Apart, adjacent, and one tensor twice."""
-    apart, whole, twice = [mine(5), mine(7, 3)], mine(29), mine(6)
-    adjacent = list(whole.split([5, 11, 13]))
+    apart, flat, twice = [mine(5), mine(7, 3)], mine(29), mine(6)
+    adjacent = list(flat.split([5, 11, 13]))
     for later in (False, True):
         for tensors in (apart, adjacent, [twice, twice]):
             with _coalescing_manager(async_ops=later) as manager:
@@ -60,7 +60,7 @@ def coalesced(device: torch.device) -> Any:
                 manager.wait()
     group: Any = dist.group.WORLD
     ours = functional.all_reduce_coalesced([mine(4), mine(9)], "sum", group)
-    return apart, whole, twice, [x + 0 for x in ours]
+    return apart, flat, twice, [x + 0 for x in ours]
 
 
 def same_bits(ring: Any) -> None:

@@ -32,9 +32,9 @@ def tensor_parallel(device: torch.device) -> Any:
     assert_equal(model.device.type, device.type, "device of the model")
     split = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     assert_equal(len([name for name in split if "proj" in name]), 2 * 7, "split linear layers")
-    found = transformers_tp.results(model, STEPS)
+    results = transformers_tp.results(model, STEPS)
     grads = whole([parameter.grad for parameter in model.parameters()])
-    return found, grads, whole(model.parameters())
+    return results, grads, whole(model.parameters())
 
 
 def trained(device: torch.device) -> Any:

@@ -23,18 +23,18 @@ STATE = thread_state() or pytest.fail("this torch lacks the functions")
 
 def elsewhere(call: Callable[[], object]) -> list[object]:
     """Return what a call in another thread returns or raises."""
-    found: list[object] = []
+    results: list[object] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except GraphError as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(10)
-    return found
+    return results
 
 
 def entered(lock: CaptureLock) -> bool:
@@ -44,8 +44,8 @@ def entered(lock: CaptureLock) -> bool:
 
 def refused(lock: CaptureLock) -> bool:
     """Return True if another thread does not get the lock before its deadline."""
-    (found,) = elsewhere(lambda: entered(lock))
-    return isinstance(found, GraphError)
+    (result,) = elsewhere(lambda: entered(lock))
+    return isinstance(result, GraphError)
 
 
 def free(lock: CaptureLock) -> bool:
@@ -205,8 +205,8 @@ def test_a_state_that_is_left_over(lock: CaptureLock) -> None:
         assert_equal(inside, True, "the outer hold goes on")
     with lock:
         for carried in (outer, ended):
-            (found,) = elsewhere(lambda: working(lock, carried, lambda: entered(lock)))  # noqa: B023
-            assert isinstance(found, GraphError)
+            (error,) = elsewhere(lambda: working(lock, carried, lambda: entered(lock)))  # noqa: B023
+            assert isinstance(error, GraphError)
 
     def alone() -> bool:
         with lock:
@@ -221,19 +221,19 @@ def test_a_hold_that_ends_meanwhile(lock: CaptureLock, monkeypatch: pytest.Monke
     with lock:
         hold = state(lock)
     hold.ended = False
-    found: list[object] = []
+    results: list[object] = []
 
     def alone() -> bool:
         with lock:
             return refused(lock)
 
-    thread = threading.Thread(target=lambda: found.append(working(lock, hold, alone)))
+    thread = threading.Thread(target=lambda: results.append(working(lock, hold, alone)))
     with hold.inner:
         thread.start()
         time.sleep(0.1)
         hold.ended = True
     thread.join(10)
-    assert_equal(found, [True], "it excludes others")
+    assert_equal(results, [True], "it excludes others")
 
 
 def test_an_end_that_waits(lock: CaptureLock) -> None:

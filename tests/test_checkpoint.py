@@ -32,11 +32,11 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
 
 def sharded(x: Tensor, weight: Tensor) -> Tensor:
     """Return a sequence-parallel layer, with collectives in between that nobody uses."""
-    whole = torch.relu(ops.all_gather(x * 2))
+    hidden = torch.relu(ops.all_gather(x * 2))
     ops.barrier()
     ops.all_reduce(x.detach())
-    whole = torch.relu(ops.all_to_all(whole @ weight))
-    return torch.relu(ops.reduce_scatter(whole)) * 0.25
+    hidden = torch.relu(ops.all_to_all(hidden @ weight))
+    return torch.relu(ops.reduce_scatter(hidden)) * 0.25
 
 
 def from_root(x: Tensor, weight: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def equal_to_eager(comm: Any, backend: str, forms: tuple[str, ...]) -> None:
             for turn in range(2):
                 *got, count = outcome(comm, call)
                 whats = ("result", "gradient", "gradient of the weight")
-                for one, other, what in zip(got, want, whats, strict=False):
-                    assert_bits_equal(one, other, f"{name}, {form}, {backend}, call {turn}: {what}")
+                for one, other, part in zip(got, want, whats, strict=False):
+                    assert_bits_equal(one, other, f"{name}, {form}, {backend}, call {turn}: {part}")
                 if backend != "eager":
                     assert_equal(count, want[3], f"{name}, {form}, {backend}: collectives")
 

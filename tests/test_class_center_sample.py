@@ -31,19 +31,19 @@ sample_of = ops.class_center_sample
 def positives(label: Array, sizes: Sequence[int]) -> list[Array]:
     """Return each rank's classes of the batch, ascending, counted from its first class."""
     edges = np.cumsum([0, *sizes])
-    known = [label[(label >= a) & (label < b)] for a, b in pairwise(edges)]
-    return [np.unique(own) - first for own, first in zip(known, edges, strict=False)]
+    shards = [label[(label >= a) & (label < b)] for a, b in pairwise(edges)]
+    return [np.unique(shard) - first for shard, first in zip(shards, edges, strict=False)]
 
 
 def expected(label: Array, sizes: Sequence[int], samples: int) -> tuple[Array, list[Array]]:
     """Return the remapped labels, -1 for other numbers, and each rank's classes of the batch."""
     of_rank = positives(label, sizes)
-    place: dict[int, int] = {}
+    remap: dict[int, int] = {}
     begin = first = 0
-    for own, size in zip(of_rank, sizes, strict=True):
-        place |= {first + int(c): begin + i for i, c in enumerate(own)}
-        begin, first = begin + max(samples, len(own)), first + size
-    return np.array([place.get(int(one), -1) for one in label]), of_rank
+    for classes, size in zip(of_rank, sizes, strict=True):
+        remap |= {first + int(c): begin + i for i, c in enumerate(classes)}
+        begin, first = begin + max(samples, len(classes)), first + size
+    return np.array([remap.get(int(one), -1) for one in label]), of_rank
 
 
 def labels(count: int, total: int, kind: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -57,21 +57,21 @@ def check(
     """Compare one call with the reference; return its sample without padding."""
     sizes = [sizes[rank % len(sizes)] for rank in range(comm.size)]
     want, of_rank = expected(label.cpu().numpy(), sizes, samples)
-    own, size = of_rank[comm.rank], sizes[comm.rank]
+    classes, size = of_rank[comm.rank], sizes[comm.rank]
     remapped, sampled = sample_of(label, size, samples, comm.ring_id, **how)
-    what = f"{label.dtype} {sizes} {samples} {how}"
-    assert_bits_equal(remapped, want, f"remapped {what}")
-    assert_equal((sampled.dtype, sampled.device), (label.dtype, label.device), what)
-    count = max(samples, len(own))
+    case = f"{label.dtype} {sizes} {samples} {how}"
+    assert_bits_equal(remapped, want, f"remapped {case}")
+    assert_equal((sampled.dtype, sampled.device), (label.dtype, label.device), case)
+    count = max(samples, len(classes))
     if how.get("padded"):
-        assert_equal(len(sampled), max(samples, min(len(label), size)), f"padded length {what}")
-        assert_equal(set(sampled[count:].tolist()) <= {-1}, True, f"padding {what}")
+        assert_equal(len(sampled), max(samples, min(len(label), size)), f"padded length {case}")
+        assert_equal(set(sampled[count:].tolist()) <= {-1}, True, f"padding {case}")
         sampled = sampled[:count]
     chosen = sampled.tolist()
-    assert_equal(len(chosen), count, f"count {what}")
-    assert_equal(chosen[: len(own)], own.tolist(), f"classes of the batch {what}")
-    assert_equal(len(set(chosen)), count, f"distinct {what}")
-    assert_equal(min(chosen) >= 0 and max(chosen) < size, True, f"range {what}")
+    assert_equal(len(chosen), count, f"count {case}")
+    assert_equal(chosen[: len(classes)], classes.tolist(), f"classes of the batch {case}")
+    assert_equal(len(set(chosen)), count, f"distinct {case}")
+    assert_equal(min(chosen) >= 0 and max(chosen) < size, True, f"range {case}")
     return sampled
 
 
@@ -93,8 +93,8 @@ def values(comm: Any, cases: list[tuple[list[int], int, int]]) -> None:
         for kind in KINDS:
             label = labels(count, total, kind).to(comm.device)
             first = check(comm, label, sizes, samples, seed=3)
-            for how in ({"padded": True}, {"use_calc_stream": False}):
-                assert_bits_equal(check(comm, label, sizes, samples, seed=3, **how), first, how)
+            for mode in ({"padded": True}, {"use_calc_stream": False}):
+                assert_bits_equal(check(comm, label, sizes, samples, seed=3, **mode), first, mode)
             check(comm, label, sizes, samples)
             check(comm, label, sizes, samples, padded=True)
             stepped = laid_out(label, "stepped", comm.device)
@@ -242,18 +242,18 @@ def chi_square(found: Counter[Any], cells: Sequence[Any]) -> float:
 def test_every_pair_is_as_likely(size: int) -> None:
     drawn = [permuted(seed, 2, size, CPU).tolist() for seed in range(2000)]
 
-    found = Counter(map(tuple, drawn))
+    counts = Counter(map(tuple, drawn))
 
-    assert abs(chi_square(found, list(permutations(range(size), 2)))) < 4
+    assert abs(chi_square(counts, list(permutations(range(size), 2)))) < 4
 
 
 def test_every_class_is_as_likely() -> None:
     size, count = 900, 90
     drawn = np.concatenate([permuted(seed, count, size, CPU).numpy() for seed in range(1000)])
-    found = Counter(drawn.tolist())
+    counts = Counter(drawn.tolist())
 
     # A seed draws no class twice, which makes the frequencies a tenth more even.
-    assert abs(chi_square(found, range(size)) + 0.1 * (size / 2) ** 0.5) < 4
+    assert abs(chi_square(counts, range(size)) + 0.1 * (size / 2) ** 0.5) < 4
 
 
 def test_pairs_of_many_classes_are_as_likely() -> None:
@@ -279,11 +279,11 @@ def compiled(comm: Any, backend: str) -> None:
     ways: list[dict[str, Any]] = [{}, {"seed": 4}, {"padded": True}, {"padded": True, "seed": 4}]
     if backend == "inductor":
         ways = ways[:3:2]
-    arguments = [(how, samples) for samples in (3, 8) for how in ways]
+    arguments = [(kwargs, samples) for samples in (3, 8) for kwargs in ways]
 
     def body(label: torch.Tensor) -> list[torch.Tensor]:
-        found = [sample_of(label, 9, samples, **how) for how, samples in arguments]
-        return [x * 2 + 1 for pair in found for x in pair]
+        pairs = [sample_of(label, 9, samples, **kwargs) for kwargs, samples in arguments]
+        return [x * 2 + 1 for pair in pairs for x in pair]
 
     graph = compile_whole(body, backend=backend)
     for count in (5, 12, 30) if backend == "aot_eager" else (12,):
@@ -338,8 +338,8 @@ def test_any_batches(comm: Any, batches: list[tuple[list[int], int, list[int], i
             check(comm, label.int(), sizes, samples, seed=seed, padded=True), drawn.int()
         )
         edges = [0, sizes[0], sum(sizes)]
-        whole = Batch(label.cpu()).sampled(edges, comm.rank, samples, seed)[1]
-        assert_bits_equal(drawn, whole[: len(drawn)], "as on a CPU")
+        expected = Batch(label.cpu()).sampled(edges, comm.rank, samples, seed)[1]
+        assert_bits_equal(drawn, expected[: len(drawn)], "as on a CPU")
 
 
 @runs_on("cpu_ranks")

@@ -147,9 +147,9 @@ def test_both_lines(comm: Any) -> None:
         ]
         with pytest.raises(MismatchError) as caught:
             calls[comm.rank]()
-        here = [part for part in str(caught.value).split() if "test_comm_check.py:" in part]
-        assert_equal(len(here), 2, str(caught.value))
-        numbers = [int(one.rstrip(".;").rpartition(":")[2]) for one in here]
+        matches = [part for part in str(caught.value).split() if "test_comm_check.py:" in part]
+        assert_equal(len(matches), 2, str(caught.value))
+        numbers = [int(one.rstrip(".;").rpartition(":")[2]) for one in matches]
         assert_equal(numbers[1] - numbers[0], 1, f"two lines of this function: {numbers}")
         assert_equal(isinstance(caught.value, ArgumentError), True, "a refused call")
         works(ring, "a mismatch")
@@ -193,9 +193,9 @@ def test_messages(comm: Any) -> None:
             equals(taken, before, "an output that nothing was sent to")
             works(ring, "a message")
         # Both send before they receive: no rank waits at a launch.
-        mine, how = ones(3) * (1 + ring.rank), {"peer": 1 - ring.rank, **ASYNC}
-        sends = [ring.send(mine * factor, **how) for factor in (1, 5)]
-        takes = [ring.recv(torch.empty(3), **how) for _ in (1, 5)]
+        mine, opts = ones(3) * (1 + ring.rank), {"peer": 1 - ring.rank, **ASYNC}
+        sends = [ring.send(mine * factor, **opts) for factor in (1, 5)]
+        takes = [ring.recv(torch.empty(3), **opts) for _ in (1, 5)]
         for work in sends + takes:
             work.wait()
         equals(takes[0].result, ones(3) * (2 - ring.rank), "the first message")
@@ -227,17 +227,17 @@ def test_messages_wait_for_nobody_at_their_launch(comm: Any) -> None:
 def test_tagged_messages_in_another_order(comm: Any) -> None:
     """A receive is compared with the send of its tag; those of one tag meet in their order."""
     with ring_of(comm, 2) as ring:
-        how: dict[str, Any] = {"peer": 1 - comm.rank, **ASYNC}
+        opts: dict[str, Any] = {"peer": 1 - comm.rank, **ASYNC}
         numbers = range(1, 9)  # two per tag, and also without a tag
-        sent = [ring.send(ones(3) * at, tag=at // 2, **how) for at in numbers]
-        taken = {at: ring.recv(torch.empty(3), tag=at // 2, **how) for at in (5, 7, 8, 1, 4, 2, 3)}
-        taken[6] = ring.recv(torch.empty(3), tag=3, **how)
+        sent = [ring.send(ones(3) * at, tag=at // 2, **opts) for at in numbers]
+        taken = {at: ring.recv(torch.empty(3), tag=at // 2, **opts) for at in (5, 7, 8, 1, 4, 2, 3)}
+        taken[6] = ring.recv(torch.empty(3), tag=3, **opts)
         for work in (*taken.values(), *sent):
             work.wait()
-        found = {at: work.result.tolist() for at, work in taken.items()}
+        actual = {at: work.result.tolist() for at, work in taken.items()}
         # Of tag 2, number 5 is received before 4 and gets what was sent first; of tag 3, so is 7.
         want = {at: [float({5: 4, 4: 5, 7: 6, 6: 7}.get(at, at))] * 3 for at in taken}
-        assert_equal(found, want, "messages")
+        assert_equal(actual, want, "messages")
         with raises(
             MismatchError, DETECTED, "with tag 2", "send float32 (3,)", "recv float32 (4,)"
         ):
@@ -261,8 +261,8 @@ def equal(comm: Any) -> None:
             parts.view(-1, 2)[:, 0].tolist(), [float(r) for r in range(comm.size)], "all_gather"
         )
         counts = [1 + (comm.rank + peer) % 2 for peer in range(comm.size)]
-        given, taken = ones(sum(counts)) * comm.rank, ones(sum(counts))
-        ring.all_to_all(taken, given, in_splits=counts, out_splits=counts)
+        sent, taken = ones(sum(counts)) * comm.rank, ones(sum(counts))
+        ring.all_to_all(taken, sent, in_splits=counts, out_splits=counts)
         want = [float(peer) for peer, count in enumerate(counts) for _ in range(count)]
         assert_equal(taken.tolist(), want, "all_to_all with splits")
         root = comm.size - 1

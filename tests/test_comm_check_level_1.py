@@ -97,8 +97,8 @@ def test_close(comm: Any) -> None:
         if comm.rank == 0:
             comm.barrier()
     logging.getLogger("commlib").removeHandler(handler)
-    found = comm.exchange([len(ring._errors())])
-    assert_equal(sum(row[0] for row in found) > 0, True, "somebody has found it")
+    errors = comm.exchange([len(ring._errors())])
+    assert_equal(sum(row[0] for row in errors) > 0, True, "somebody has found it")
     if comm.rank == 1:
         text = ring._errors()[0]
         sum_, max_ = "all_reduce float32 [4] op=sum", "all_reduce float32 [4] op=max"
@@ -204,9 +204,9 @@ def gone(comm: Any) -> None:
             text = str(caught.value)
             who = text.partition(" closed its connection")[0].rpartition(": ")[2]
             others = [rank for rank in range(comm.size) if rank != comm.rank]
-            known = {"rank 1 (position 1 in the ring)"}  # by its lock, or as the only other one
+            named = {"rank 1 (position 1 in the ring)"}  # by its lock, or as the only other one
             unknown = {f"one of the ranks {others}"} if others[1:] else set()
-            assert_equal(who in known | unknown, True, text)
+            assert_equal(who in named | unknown, True, text)
             assert_equal("gloo/" in text or "GLHF" in text, False, text)
             assert_equal(
                 "onnection" in str(caught.value.__cause__), True, repr(caught.value.__cause__)

@@ -114,10 +114,10 @@ def paired(x: Tensor, rank: int) -> Tensor:
 
 
 def objects(rank: int) -> list[Any]:
-    given, found = [{"rank": rank}, rank], [None, None]
-    dist.broadcast_object_list(given, 1)
-    dist.all_gather_object(found, rank)
-    return [*given, *found]
+    sent, received = [{"rank": rank}, rank], [None, None]
+    dist.broadcast_object_list(sent, 1)
+    dist.all_gather_object(received, rank)
+    return [*sent, *received]
 
 
 def asynchronous(x: Tensor) -> Tensor:
@@ -146,15 +146,15 @@ def sums(comm: Any, x: Tensor) -> Calls:
 
 def gathered(comm: Any, x: Tensor) -> Calls:
     both = everyone(comm)
-    whole = torch.cat(both)
+    full = torch.cat(both)
     return {
         "all_gather": lambda: (listed(lambda outs: dist.all_gather(outs, x), x, comm.size), both),
         "all_gather_into_tensor": lambda: (
             filled(lambda out: dist.all_gather_into_tensor(out, x), x, 8, 3),
-            whole,
+            full,
         ),
-        "allgather_fn": lambda: (filled(lambda out: dist.allgather_fn(out, x), x, 8, 3), whole),
-        "all_gather_coalesced": lambda: (gathered_as_one(x), [whole, whole * 2]),
+        "allgather_fn": lambda: (filled(lambda out: dist.allgather_fn(out, x), x, 8, 3), full),
+        "all_gather_coalesced": lambda: (gathered_as_one(x), [full, full * 2]),
     }
 
 
@@ -224,13 +224,13 @@ def test_values(comm: Any) -> None:
         assert_equal(list(calls), NAMES)
         for name, call in calls.items():
             before = comm.report()["calls"]
-            found, wanted = call()
+            actual, wanted = call()
             if isinstance(wanted, Tensor):
-                found, wanted = [found], [wanted]
+                actual, wanted = [actual], [wanted]
             if wanted is None or not isinstance(wanted[0], Tensor):
-                assert_equal(found, wanted, name)
+                assert_equal(actual, wanted, name)
             else:
-                for got, want in zip(found, wanted, strict=True):
+                for got, want in zip(actual, wanted, strict=True):
                     assert_bits_equal(got, want, name)
             ran = comm.report()["calls"] - before
             assert name == "objects" or ran > 0, f"{name} did not run on the ring"
@@ -260,12 +260,12 @@ def test_groups(comm: Any) -> None:
 def test_start_and_end(comm: Any, tmp_path: Path) -> None:
     """`init_distributed("nccl")` makes groups of rings; the world is ring 0."""
     end_earlier_group()
-    place = {"init_method": f"file://{tmp_path}/store", "rank": comm.rank, "world_size": comm.size}
+    kwargs = {"init_method": f"file://{tmp_path}/store", "rank": comm.rank, "world_size": comm.size}
     with raises(ArgumentError, "dist_init_required=False", "not initialised"):
         dist.init_distributed(dist_init_required=False)
     backend = "nccl" if comm.device.type == "cuda" else "gloo"
     for _ in range(2):  # the second call finds that it was done
-        dist.init_distributed(backend, verbose=False, **place)
+        dist.init_distributed(backend, verbose=False, **kwargs)
     assert dist.is_initialized() and dist.is_available()
     x = torch.full((2,), comm.rank + 1.0, device=comm.device)
     before = comm.report()["calls"]
@@ -359,17 +359,17 @@ def test_summary(capsys: pytest.CaptureFixture[str]) -> None:
         ["all_reduce", "16", "1", "16"],
         ["send", "8", "2", "16"],
     ]
-    found = dist.log_summary(return_dict=True)
-    assert found is not None
-    of_size = found["summary"]["send"][8]
+    result = dist.log_summary(return_dict=True)
+    assert result is not None
+    of_size = result["summary"]["send"][8]
     assert (of_size["count"], of_size["msg_size_bytes"], of_size["avg_latency_ms"]) == (2, 8, None)
-    assert found["straggler_analysis"] is None
-    assert (found["metadata"]["world_size"], found["metadata"]["rank"]) == (1, 0)
+    assert result["straggler_analysis"] is None
+    assert (result["metadata"]["world_size"], result["metadata"]["rank"]) == (1, 0)
     assert dist.has_comm_data() and dist.get_comm_operation_count() == 3
     assert dist.get_logged_comm_ops() == ["all_reduce", "send"]
     dist.reset_log()
-    found = dist.log_summary(return_dict=True)
-    assert found is not None and found["summary"] == {} and not dist.has_comm_data()
+    result = dist.log_summary(return_dict=True)
+    assert result is not None and result["summary"] == {} and not dist.has_comm_data()
     with raises(ArgumentError, "show_straggler=True", "FLAGS_comm_check=1"):
         dist.log_summary(show_straggler=True)
 
@@ -382,10 +382,10 @@ def test_calls_are_counted(comm: Any) -> None:
         try:
             for call in calls_of(comm).values():
                 call()
-            found = Counter(name for name, _ in counters.found)
+            counts = Counter(name for name, _ in counters.found)
         finally:
             dist.configure(enabled=False)
     others = {"barrier", "monitored_barrier", "send", "recv", *LOG_NAMES}
-    assert_equal({*SIGNATURES} - others - {*found}, set(), "names that were not counted")
-    assert_equal(("send" if comm.rank else "recv") in found, True)
-    assert_equal(found["all_gather_into_tensor"], 1, "sizes")
+    assert_equal({*SIGNATURES} - others - {*counts}, set(), "names that were not counted")
+    assert_equal(("send" if comm.rank else "recv") in counts, True)
+    assert_equal(counts["all_gather_into_tensor"], 1, "sizes")

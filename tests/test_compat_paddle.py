@@ -349,21 +349,21 @@ def place(comm: Any) -> tuple[str, str]:
 
 
 def wrong_sizes(comm: Any, x: torch.Tensor) -> WrongCalls:
-    here, other, me = place(comm), 1 - comm.rank, comm.rank
-    said = ("nranks=3", "pass nranks=2", *here)
+    context, other, me = place(comm), 1 - comm.rank, comm.rank
+    said = ("nranks=3", "pass nranks=2", *context)
     return [
         (lambda: paddle.c_allgather(x), ArgumentError, ("nranks is missing", "pass nranks=2")),
         (lambda: paddle.c_allgather(x, nranks=3), ArgumentError, said),
         (lambda: paddle.c_allgather(x, nranks=1), ArgumentError, ("nranks=1",)),
-        (lambda: paddle.c_reducescatter(x), ArgumentError, ("nranks=1", *here)),
+        (lambda: paddle.c_reducescatter(x), ArgumentError, ("nranks=1", *context)),
         (lambda: paddle.c_reducescatter(x, nranks=3), ArgumentError, said),
-        (lambda: paddle.c_scatter(x), ArgumentError, ("nranks=0", *here)),
+        (lambda: paddle.c_scatter(x), ArgumentError, ("nranks=0", *context)),
         (lambda: paddle.c_scatter(x, nranks=3), ArgumentError, said),
-        (lambda: paddle.c_concat(x), ArgumentError, ("nranks=1", *here)),
+        (lambda: paddle.c_concat(x), ArgumentError, ("nranks=1", *context)),
         (lambda: paddle.c_concat(x, me, 3), ArgumentError, said),
         (lambda: paddle.c_concat(x, other, 2), ArgumentError, (f"rank={other}", f"rank={me}")),
-        (lambda: paddle.c_concat(x, 2, 2), ArgumentError, ("rank=2", *here)),
-        (lambda: paddle.c_split(x), ArgumentError, ("nranks=1", *here)),
+        (lambda: paddle.c_concat(x, 2, 2), ArgumentError, ("rank=2", *context)),
+        (lambda: paddle.c_split(x), ArgumentError, ("nranks=1", *context)),
         (lambda: paddle.c_split(x, me, 3), ArgumentError, said),
         (lambda: paddle.c_split(x, other, 2), ArgumentError, (f"rank={other}", f"rank={me}")),
         (lambda: paddle.c_split(x, -1, 2), ArgumentError, ("rank=-1",)),
@@ -371,40 +371,40 @@ def wrong_sizes(comm: Any, x: torch.Tensor) -> WrongCalls:
 
 
 def wrong_peers(comm: Any, x: torch.Tensor) -> WrongCalls:
-    here, me = place(comm), comm.rank
+    context, me = place(comm), comm.rank
     return [
-        (lambda: paddle.c_broadcast(x, root=-1), PeerError, ("root=-1", "0 to 1", *here)),
-        (lambda: paddle.c_broadcast(x, root=2), PeerError, ("root=2", *here)),
+        (lambda: paddle.c_broadcast(x, root=-1), PeerError, ("root=-1", "0 to 1", *context)),
+        (lambda: paddle.c_broadcast(x, root=2), PeerError, ("root=2", *context)),
         (lambda: paddle.c_broadcast(x, root=None), PeerError, ("root=None",)),
         (lambda: paddle.c_broadcast(x, root=True), PeerError, ("root=True",)),
-        (lambda: paddle.c_reduce_sum(x, root_id=-1), PeerError, ("root_id=-1", *here)),
+        (lambda: paddle.c_reduce_sum(x, root_id=-1), PeerError, ("root_id=-1", *context)),
         (lambda: paddle.c_reduce_max(x, root_id=2), PeerError, ("root_id=2", "c_reduce_max")),
-        (lambda: paddle.c_scatter(x, root=-1, nranks=2), PeerError, ("root=-1", *here)),
-        (lambda: paddle.c_scatter(x, root=2, nranks=2), PeerError, ("root=2", *here)),
-        (lambda: paddle.send_v2(x, peer=-1), PeerError, ("peer=-1", "send_v2", *here)),
-        (lambda: paddle.send_v2(x, peer=2), PeerError, ("peer=2", *here)),
+        (lambda: paddle.c_scatter(x, root=-1, nranks=2), PeerError, ("root=-1", *context)),
+        (lambda: paddle.c_scatter(x, root=2, nranks=2), PeerError, ("root=2", *context)),
+        (lambda: paddle.send_v2(x, peer=-1), PeerError, ("peer=-1", "send_v2", *context)),
+        (lambda: paddle.send_v2(x, peer=2), PeerError, ("peer=2", *context)),
         (lambda: paddle.send_v2(x, peer=me), PeerError, (f"peer={me}",)),
-        (lambda: paddle.recv_v2([2], peer=-1), PeerError, ("peer=-1", "recv_v2", *here)),
-        (lambda: paddle.recv_v2([2], peer=2), PeerError, ("peer=2", *here)),
+        (lambda: paddle.recv_v2([2], peer=-1), PeerError, ("peer=-1", "recv_v2", *context)),
+        (lambda: paddle.recv_v2([2], peer=2), PeerError, ("peer=2", *context)),
         (lambda: paddle.recv_v2([2], peer=me), PeerError, (f"peer={me}",)),
     ]
 
 
 def wrong_tensors(comm: Any, x: torch.Tensor) -> WrongCalls:
-    here, other, me = place(comm), 1 - comm.rank, comm.rank
+    context, other, me = place(comm), 1 - comm.rank, comm.rank
     odd, scalar = x.new_zeros(3, 5), x.new_zeros(())
     listed: Any = [1.0]
     return [
-        (lambda: paddle.recv_v2(peer=other), ShapeError, ("out_shape=()", *here)),
+        (lambda: paddle.recv_v2(peer=other), ShapeError, ("out_shape=()", *context)),
         (lambda: paddle.recv_v2([2, 0], peer=other), ShapeError, ("(2, 0)", "1 or above")),
         (lambda: paddle.recv_v2([-1], peer=other), ShapeError, ("(-1,)",)),
-        (lambda: paddle.recv_v2([2], 99, other), DtypeError, ("dtype=99", "float32", *here)),
+        (lambda: paddle.recv_v2([2], 99, other), DtypeError, ("dtype=99", "float32", *context)),
         (lambda: paddle.recv_v2([2], "half", other), DtypeError, ("'half'", "float16")),
-        (lambda: paddle.c_reducescatter(odd, nranks=2), ShapeError, ("(3, 5)", *here)),
-        (lambda: paddle.alltoall(odd), ShapeError, ("(3, 5)", *here)),
-        (lambda: paddle.alltoall(scalar), ShapeError, ("0-D", *here)),
-        (lambda: paddle.c_scatter(scalar, nranks=2), ShapeError, ("0-D", *here)),
-        (lambda: paddle.c_split(odd, me, 2), ShapeError, ("(3, 5)", *here)),
+        (lambda: paddle.c_reducescatter(odd, nranks=2), ShapeError, ("(3, 5)", *context)),
+        (lambda: paddle.alltoall(odd), ShapeError, ("(3, 5)", *context)),
+        (lambda: paddle.alltoall(scalar), ShapeError, ("0-D", *context)),
+        (lambda: paddle.c_scatter(scalar, nranks=2), ShapeError, ("0-D", *context)),
+        (lambda: paddle.c_split(odd, me, 2), ShapeError, ("(3, 5)", *context)),
         (lambda: paddle.c_embedding(x, x.int(), -1), ArgumentError, ("start_index=-1",)),
         (lambda: paddle.c_embedding(x[0], x.int()), ShapeError, ("(4,)",)),
         (lambda: paddle.c_embedding(x[:0], x.int()), ShapeError, ("(0, 4)",)),
@@ -451,11 +451,11 @@ def test_errors(comm: Any) -> None:
         if RING not in SIGNATURES[name]:
             continue
         needed = [argument for argument, default in SIGNATURES[name] if default is NEEDED]
-        given: dict[str, Any] = {argument: x if argument == "x" else 1 for argument in needed}
+        args: dict[str, Any] = {argument: x if argument == "x" else 1 for argument in needed}
         with raises(RingError, "ring_id=-1", name):
-            call(**given, ring_id=-1)
+            call(**args, ring_id=-1)
         if name not in ("c_gen_nccl_id", "c_comm_init"):
             with raises(RingError, ABSENT_RING):
-                call(**given, ring_id=ABSENT_RING)
+                call(**args, ring_id=ABSENT_RING)
     assert_equal(calls(comm), before, "calls launched by refused ones")
     assert_bits_equal(ordered(paddle.c_allreduce_sum, x + 1), FLOAT + 2, "after refusals")

@@ -19,7 +19,7 @@ RAW = ("use_calc_stream", False, "ring_id", 0)
 def test_outputs(comm: Any) -> None:
     """The result is in the given output; the input is not changed."""
     x = sample(comm.rank, (3, 2), torch.float32).to(comm.device)
-    kept = x.clone()
+    saved = x.clone()
     calls: dict[str, tuple[Any, ...]] = {"c_broadcast": ("root", 1), "c_reduce_sum": ("root_id", 1)}
     calls |= {"c_reduce_max": ("root_id", 0), "c_allreduce_prod": (), "c_allreduce_sum": ()}
     for name, attributes in calls.items():
@@ -30,13 +30,13 @@ def test_outputs(comm: Any) -> None:
             assert getattr(pairs, name)(x, out, *attributes, *stream) is out
             assert pairs.c_sync_comm_stream([out], [out], "ring_id", 0)[0] is out
             assert_bits_equal(out, want, name)
-            assert_bits_equal(x, kept, "the input")
+            assert_bits_equal(x, saved, "the input")
     out = torch.zeros_like(x)
     assert pairs.barrier(x, out, "ring_id", 0) is out
     assert_bits_equal(out, plain.c_allreduce_sum(x, use_calc_stream=True), "barrier")
-    own = x.clone()
-    assert pairs.barrier(own, own, "ring_id", 0) is own
-    assert_bits_equal(own, out, "barrier in place")
+    buffer = x.clone()
+    assert pairs.barrier(buffer, buffer, "ring_id", 0) is buffer
+    assert_bits_equal(buffer, out, "barrier in place")
     for name in ("c_sync_calc_stream", "c_sync_comm_stream"):
         other = torch.zeros_like(x)
         assert getattr(pairs, name)(x, x) is x

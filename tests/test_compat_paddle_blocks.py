@@ -75,11 +75,11 @@ def test_signatures(legacy: Any, tensors: list[str], defaults: dict[str, Any]) -
 
 def alike(legacy: Any, operator: Any, what: str, *, atol: float = 0) -> None:
     """Both draw the same numbers and give the same bits, or values within ``atol``."""
-    found = []
+    results = []
     for call in (legacy, operator):
         torch.manual_seed(6)
-        found.append(call())
-    assert_bits_equal(found[0].detach(), found[1].detach(), what, atol=atol)
+        results.append(call())
+    assert_bits_equal(results[0].detach(), results[1].detach(), what, atol=atol)
 
 
 HALF = {"dropout_rate": 0.5, "attn_dropout_rate": 0.5}
@@ -97,12 +97,12 @@ def test_attention(comm: Any) -> None:
     alike(lambda: name(x, *raw, ring_id=0), lambda: attention(x, *raw, **HALF), "defaults")
     pre = (True, scale, shift, None, None, 1e-4, *biases.values(), None, None, 0.1, 0.2)
     for infers, mode in ((False, "upscale_in_train"), (True, "downscale_in_infer")):
-        how = {"training": not infers, "upscale_in_train": mode.startswith("up")} | biases
+        opts = {"training": not infers, "upscale_in_train": mode.startswith("up")} | biases
         rates = {"dropout_rate": 0.1, "attn_dropout_rate": 0.2}
         alike(
             lambda mode=mode, t=not infers: name(x, *raw, *pre, 1e-5, t, mode, 0, False),
-            lambda how=how, r=rates: attention(
-                x, *raw, pre_layer_norm=True, add_residual=False, **norm, **how, **r
+            lambda opts=opts, r=rates: attention(
+                x, *raw, pre_layer_norm=True, add_residual=False, **norm, **opts, **r
             ),
             f"before, {mode}",
         )
@@ -150,15 +150,15 @@ def test_one_rank(comm: Any) -> None:
         lambda: attention(x, *raw, -1, dropout_rate=0.5, attn_dropout_rate=0.5),
         "one rank",
     )
-    how: dict[str, Any] = {"dropout_rate": 0.0, "attn_dropout_rate": 0.0}
+    opts: dict[str, Any] = {"dropout_rate": 0.0, "attn_dropout_rate": 0.0}
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril()
     cached: Any = paddle.fused_attention
-    whole = cached(x, *raw, attn_mask=mask, **how)
+    full = cached(x, *raw, attn_mask=mask, **opts)
     cache = x.new_zeros(2, len(x), HEADS, 0, DIM)
     for token in range(TOKENS):
-        part, cache = cached(x[:, token : token + 1], *raw, cache_kv=cache, training=False, **how)
+        part, cache = cached(x[:, token : token + 1], *raw, cache_kv=cache, training=False, **opts)
         assert_equal(cache.shape, (2, len(x), HEADS, token + 1, DIM), "cache")
-        assert_bits_equal(part, whole[:, token : token + 1], f"token {token}", atol=1e-12)
+        assert_bits_equal(part, full[:, token : token + 1], f"token {token}", atol=1e-12)
     assert_equal(calls(comm), before, "collectives")
 
 

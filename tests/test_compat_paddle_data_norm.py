@@ -49,9 +49,9 @@ def given(comm: Any, count: int = 5) -> list[torch.Tensor]:
 
 def outcome(call: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the results, the gradients and the summaries after a backward."""
-    found = call(*tensors)
-    found[0].sum().backward()
-    return [*found, *(t.grad for t in tensors), *tensors]
+    results = call(*tensors)
+    results[0].sum().backward()
+    return [*results, *(t.grad for t in tensors), *tensors]
 
 
 def alike(comm: Any, legacy: Any, operator: Any, what: str) -> None:
@@ -110,9 +110,9 @@ def test_compiled(comm: Any) -> None:
         def body(*t: torch.Tensor, how: str = behaviour) -> Any:
             return paddle.data_norm(*t, sync_stats=True, enable_scale_and_shift=True, behaviour=how)
 
-        whole = compile_whole(body)
+        inner = compile_whole(body)
 
-        def graph(x: torch.Tensor, *t: torch.Tensor, how: str = behaviour, run: Any = whole) -> Any:
+        def graph(x: torch.Tensor, *t: torch.Tensor, how: str = behaviour, run: Any = inner) -> Any:
             # Compiled, what is updated may not want a gradient.
             return run(x, *(c.detach() if how == "gpu" else c for c in t))
 

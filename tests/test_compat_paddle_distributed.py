@@ -299,8 +299,8 @@ def test_bad_groups(ring: Any) -> None:
             warnings.simplefilter("always")
             assert_equal(dist.get_group(5000), None, "an unknown group")
         # Garbage of other tests may warn too.
-        found = any("group 5000 does not exist" in str(one.message) for one in said)
-        assert_equal(found, True, said)
+        warned = any("group 5000 does not exist" in str(one.message) for one in said)
+        assert_equal(warned, True, said)
 
 
 @runs_on("cpu_ranks")
@@ -352,8 +352,8 @@ def test_calls_of_other_processes_do_nothing(ring: Any) -> None:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 assert_equal(call(), None, f"call {number}")
-            found = any(f"not in group {group.id}" in str(one.message) for one in said)
-            assert_equal(found, True, number)
+            warned = any(f"not in group {group.id}" in str(one.message) for one in said)
+            assert_equal(warned, True, number)
         assert_equal(x.tolist(), [1.0, 1.0], "the tensor")
         with raises(RingError, "all_gather: this rank is not in group"):
             dist.all_gather([], x, group)

@@ -71,15 +71,15 @@ def test_reductions(ring: Any, mode: str) -> None:
         assert_bits_equal(x, want, f"all_reduce {name}", atol=1e-6)
         x, _ = given(ring)
         ended(stream.reduce(x, 1, op, **MODES[mode]), mode)
-        kept = torch.from_numpy(every[ring.rank])
-        assert_bits_equal(x, want if ring.rank == 1 else kept, f"reduce {name}", atol=1e-6)
+        local = torch.from_numpy(every[ring.rank])
+        assert_bits_equal(x, want if ring.rank == 1 else local, f"reduce {name}", atol=1e-6)
         for form in ("list", "tensor"):
             x, _ = given(ring)
             part, parts = torch.empty(2, 3, device=ring.device), list(x.chunk(2))
             entry = x if form == "tensor" else parts
             ended(stream.reduce_scatter(part, entry, op, **MODES[mode]), mode)
-            own = want.chunk(2)[ring.rank]
-            assert_bits_equal(part, own.clone(), f"reduce_scatter of a {form} {name}", atol=1e-6)
+            shard = want.chunk(2)[ring.rank]
+            assert_bits_equal(part, shard.clone(), f"reduce_scatter of a {form} {name}", atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,16 +90,16 @@ def test_copies(ring: Any, mode: str) -> None:
     ended(stream.broadcast(x, 1, **MODES[mode]), mode)
     assert_bits_equal(x, every[1], "broadcast")
     x, _ = given(ring)
-    whole = torch.empty(8, 3, device=ring.device)
-    ended(stream.all_gather(whole, x, **MODES[mode]), mode)
-    assert_bits_equal(whole, torch.cat(every), "all_gather in a tensor")
+    full = torch.empty(8, 3, device=ring.device)
+    ended(stream.all_gather(full, x, **MODES[mode]), mode)
+    assert_bits_equal(full, torch.cat(every), "all_gather in a tensor")
     for outputs in ([], [torch.empty_like(x) for _ in range(2)]):
-        kept = list(outputs)
+        before = list(outputs)
         ended(stream.all_gather(outputs, x, **MODES[mode]), mode)
         for rank in range(2):
             assert_bits_equal(outputs[rank], every[rank], "all_gather in a list")
-        assert_equal(all(a is b for a, b in zip(kept, outputs, strict=False)), True, "in place")
-        at_root: Any = [torch.empty_like(x) for _ in kept] if ring.rank == 0 else None
+        assert_equal(all(a is b for a, b in zip(before, outputs, strict=False)), True, "in place")
+        at_root: Any = [torch.empty_like(x) for _ in before] if ring.rank == 0 else None
         ended(stream.gather(x, at_root, 0, **MODES[mode]), mode)
         for rank in range(2 if ring.rank == 0 else 0):
             assert_bits_equal(at_root[rank], every[rank], "gather in a list")
@@ -367,9 +367,9 @@ class Point:
 
 @runs_on("ranks")
 def test_objects(ring: Any) -> None:
-    own = {"rank": ring.rank, "ids": (1, [2.5, None]), "x": torch.ones(2, device=ring.device)}
+    local = {"rank": ring.rank, "ids": (1, [2.5, None]), "x": torch.ones(2, device=ring.device)}
     rows: list[Any] = ["before"]
-    dist.all_gather_object(rows, own)
+    dist.all_gather_object(rows, local)
     assert_equal(rows[0], "before", "objects are appended")
     assert_equal([row["rank"] for row in rows[1:]], [0, 1], "in rank order")
     assert_equal({row["x"].device for row in rows[1:]}, {ring.device}, "on the ring's device")

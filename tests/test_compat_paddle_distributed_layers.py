@@ -59,9 +59,9 @@ def test_mp_ops(ring: Any) -> None:
             x.grad = None
             joined: Any = mp_ops._c_concat(x, group)
             (joined * weights).sum().backward()
-            own = slice(4 * ring.rank, 4 * ring.rank + 4)
+            cols = slice(4 * ring.rank, 4 * ring.rank + 4)
             assert_bits_equal(joined.detach(), torch.cat(every, -1), "_c_concat")
-            assert_bits_equal(x.grad, weights[:, own].clone(), "its gradient is this rank's part")
+            assert_bits_equal(x.grad, weights[:, cols].clone(), "its gradient is this rank's part")
 
             x.grad = None
             part: Any = mp_ops._c_split(x, group)
@@ -77,22 +77,22 @@ def test_mp_ops(ring: Any) -> None:
 def test_cross_entropy(ring: Any) -> None:
     logits = drawn(1, 5, 8).to(ring.device)
     labels = torch.tensor([0, 7, 3, -100, 4], device=ring.device)
-    own = logits.chunk(2, -1)[ring.rank].clone().requires_grad_()
+    shard = logits.chunk(2, -1)[ring.rank].clone().requires_grad_()
     reference = logits.clone().requires_grad_()
     want = F.cross_entropy(reference, labels, reduction="none")
     want.sum().backward()
     for form in (labels, labels.unsqueeze(-1)):
-        own.grad = None
-        loss: Any = mp_ops._c_softmax_with_cross_entropy(own, form)
+        shard.grad = None
+        loss: Any = mp_ops._c_softmax_with_cross_entropy(shard, form)
         loss.sum().backward()
         assert_bits_equal(loss.detach(), want.detach().unsqueeze(-1), "loss", atol=1e-12)
         part = reference.grad.chunk(2, -1)[ring.rank].clone()  # type: ignore[union-attr]
-        assert_bits_equal(own.grad, part, "gradient", atol=1e-12)
-    both: Any = mp_ops._c_softmax_with_cross_entropy(own, labels, return_softmax=True)
+        assert_bits_equal(shard.grad, part, "gradient", atol=1e-12)
+    both: Any = mp_ops._c_softmax_with_cross_entropy(shard, labels, return_softmax=True)
     shares = logits.softmax(-1).chunk(2, -1)[ring.rank].clone()
     assert_bits_equal(both[1], shares, "the loss is first, the softmax second", atol=1e-12)
     with raises(ShapeError, "label has shape (5, 1, 1)"):
-        mp_ops._c_softmax_with_cross_entropy(own, labels.view(5, 1, 1))
+        mp_ops._c_softmax_with_cross_entropy(shard, labels.view(5, 1, 1))
 
 
 @runs_on("ranks")
@@ -114,8 +114,8 @@ def test_split(ring: Any) -> None:
     part = dist.split(own_x, *linear, 0, 2, False, rows, bias)
     assert_bits_equal(part, own_x @ rows, "rows, not summed")
     ids = torch.tensor([0, 3, 2], device=ring.device)
-    found = dist.split(ids, (4, 6), "embedding", 0, 2, weight_attr=rows)
-    assert_bits_equal(found, weight[ids], "embedding")
+    output = dist.split(ids, (4, 6), "embedding", 0, 2, weight_attr=rows)
+    assert_bits_equal(output, weight[ids], "embedding")
     before = calls(ring)
     for arguments, error, words in (
         (((4, 6), "conv"), ArgumentError, "operation='conv'"),
@@ -317,12 +317,12 @@ def test_fleet(ring: Any) -> None:
                 missing()
         with raises(AttributeError, "amp"):
             setattr(strategy, "amp", True)  # noqa: B010
-        kept, _current.group = _current.group, None
+        saved, _current.group = _current.group, None
         with raises(ArgumentError, "there is no hybrid group", "mp_group="):
             meta.ParallelCrossEntropy()
         layer = meta.ParallelCrossEntropy(dist.new_group())
         assert_equal(layer.world_size, 2, "a layer with its own group")
-        _current.group = kept
+        _current.group = saved
 
 
 @runs_on("ranks")
@@ -407,10 +407,10 @@ def test_experts(ring: Any) -> None:
         for group in (None, dist.new_group()):
             x = torch.arange(1.0, 11.0, device=ring.device).view(5, 2).requires_grad_()
             counts = torch.tensor([[2, 1, 1, 1], [1, 1, 2, 1]][ring.rank])
-            there: Any = dist.global_scatter(x, counts, counts, group)
+            received: Any = dist.global_scatter(x, counts, counts, group)
             rows = [[1, 3, 1, 5, 3], [7, 5, 7, 9, 9]][ring.rank]
-            assert_equal(there[:, 0].tolist(), rows, "global_scatter")
-            (there * there).sum().backward()
+            assert_equal(received[:, 0].tolist(), rows, "global_scatter")
+            (received * received).sum().backward()
             assert_equal(x.grad.tolist(), (2 * x).tolist(), "its gradient")  # type: ignore[union-attr]
             back: Any = dist.global_gather(x.detach(), counts, counts, group)
             rows = [[1, 3, 7, 1, 7], [5, 9, 3, 5, 9]][ring.rank]

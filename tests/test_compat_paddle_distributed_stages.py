@@ -166,12 +166,12 @@ def test_captured_on_a_cpu(ring: Any) -> None:
             helper.send_forward(x * 2, False)
             return x * 2
 
-        known, read = (
+        static, read = (
             graph.capture(partial(passed, helper=one), outputs="copy") for one in helpers
         )
         for seed in range(4):
             x = drawn(seed, ring)
-            assert_bits_equal(known(x), x * 2, f"replay {seed}")
+            assert_bits_equal(static(x), x * 2, f"replay {seed}")
         with raises(ArgumentError, "use_cache=False inside a capture", "use_cache=True"):
             read(x)
 

@@ -20,9 +20,9 @@ def test_legacy_names(comm: Any) -> None:
     first = 2 * comm.rank
     want = torch.stack([rows[first + k] for k in range(2) for rows in every])
     for stream in (False, True):
-        there = paddle.global_scatter(x, counts, counts, 0, stream)
-        assert_bits_equal(there.detach(), want, f"scattered, use_calc_stream={stream}")
-        back = paddle.global_gather(there, counts, counts, ring_id=0, use_calc_stream=stream)
+        received = paddle.global_scatter(x, counts, counts, 0, stream)
+        assert_bits_equal(received.detach(), want, f"scattered, use_calc_stream={stream}")
+        back = paddle.global_gather(received, counts, counts, ring_id=0, use_calc_stream=stream)
         assert_bits_equal(back.detach(), x.detach(), f"gathered, use_calc_stream={stream}")
     back.sum().backward()
     assert_bits_equal(x.grad, torch.ones_like(every[0]), "gradient")
@@ -39,8 +39,8 @@ def test_a_legacy_step_with_a_capacity(comm: Any) -> None:
 
     def step(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         theirs = paddle.alltoall(counts, use_calc_stream=True)
-        there = paddle.global_scatter(x, counts, theirs, 0, True, capacity=4 * comm.size)
-        return paddle.global_gather(there * 2, counts, theirs, 0, True, capacity=len(x))
+        received = paddle.global_scatter(x, counts, theirs, 0, True, capacity=4 * comm.size)
+        return paddle.global_gather(received * 2, counts, theirs, 0, True, capacity=len(x))
 
     captured = graph.capture(step, outputs="copy")
     x = sample(comm.rank, (2 * comm.size + 1, 3), torch.float64).to(comm.device)

@@ -36,9 +36,9 @@ def test_signatures_of_the_optimizer(ring: Any) -> None:
             weight.grad = torch.full_like(weight, 2.0 * ring.rank)
             optimizer.step()
             assert_equal(weight.tolist(), [0.5] * 3, "a step along the mean gradient")
-            given = weight.grad
+            grad = weight.grad
             optimizer.clear_grad()
-            assert_equal((weight.grad is given, given.tolist()), (True, [0.0] * 3), "zeros")
+            assert_equal((weight.grad is grad, grad.tolist()), (True, [0.0] * 3), "zeros")
             optimizer.clear_grad(set_to_zero=False)
             assert_equal(weight.grad, None, "no gradient")
 
@@ -164,8 +164,8 @@ def test_loss_of_several_labels(ring: Any) -> None:
         assert_bits_equal(got, want)
     each = operator(logits, label, weight, sum_multi_label_loss=False)[1]
     assert_bits_equal(call(logits, label, weight, sum_multi_label_loss=False), each)
-    own = operator(logits, label[:, :1], weight[:, :1])[1]
-    assert_bits_equal(call(logits, label[:, 0], weight[:, 0]), own)
+    expected = operator(logits, label[:, :1], weight[:, :1])[1]
+    assert_bits_equal(call(logits, label[:, 0], weight[:, 0]), expected)
     with raises(ShapeError, "label has shape (4, 2, 1)", "as many"):
         call(logits, label[..., None], weight)
     for mark in (mp_ops._set_var_distributed, mp_ops.set_var_distributed):

@@ -41,18 +41,20 @@ def test_legacy(ring: Any, pre_norm: bool, ring_id: int) -> None:
     shape = (2, SEQUENCES, heads, CAPACITY, width)
     caches = [torch.zeros(shape, device=ring.device) for _ in layers]
     x, call = case.x.to(ring.device), compat.paddle.fused_multi_transformer
-    how: Any = {"pre_layer_norm": pre_norm, "ring_id": ring_id}
+    kwargs: Any = {"pre_layer_norm": pre_norm, "ring_id": ring_id}
     mask = torch.ones(4, 4, device=ring.device).tril().sub(1).mul(1e4)[None, None]
-    begun, same_caches = call(x[:, :4], **weights, **how, cache_kvs=caches, attn_mask=mask)
+    begun, same_caches = call(x[:, :4], **weights, **kwargs, cache_kvs=caches, attn_mask=mask)
     assert_equal(same_caches is caches, True, "cache_kvs are returned")
-    later, _ = call(x[:, 4:], **weights, **how, cache_kvs=caches, time_step=torch.tensor([4]))
+    later, _ = call(x[:, 4:], **weights, **kwargs, cache_kvs=caches, time_step=torch.tensor([4]))
     case.near(torch.cat([begun, later], 1), case.expected(), "legacy")
     transposed = [weight.permute(3, 0, 1, 2) for weight in weights["qkv_weights"]]
     others = weights | {"qkv_weights": transposed}
-    assert_bits_equal(call(x[:, :4], **others, **how, trans_qkvw=False), begun, "without a cache")
+    assert_bits_equal(
+        call(x[:, :4], **others, **kwargs, trans_qkvw=False), begun, "without a cache"
+    )
     with raises(ArgumentError, "time_step without cache_kvs"):
-        call(x[:, :4], **weights, **how, time_step=3)
+        call(x[:, :4], **weights, **kwargs, time_step=3)
     with raises(ArgumentError, "'down': 1"):
-        call(x[:, :4], **weights | {"ffn2_weights": weights["ffn2_weights"][:1]}, **how)
+        call(x[:, :4], **weights | {"ffn2_weights": weights["ffn2_weights"][:1]}, **kwargs)
     with raises(RingError, "ring_id=-2"):
-        call(x[:, :4], **weights, **how | {"ring_id": -2})
+        call(x[:, :4], **weights, **kwargs | {"ring_id": -2})

@@ -49,13 +49,13 @@ def test_padding(ring: Any) -> None:
     keys = torch.arange(length, device=device) < lengths[:, None]
     for kind in (None, "bool", "int", "float"):
         mask = (causal & keys[:, None])[:, None]
-        given = {
+        attn_mask = {
             None: None,
             "bool": mask,
             "int": mask.long(),
             "float": additive(mask),
         }[kind]
-        y = layers(x, seq_lens=lengths, attn_mask=given)
+        y = layers(x, seq_lens=lengths, attn_mask=attn_mask)
         for n, count in enumerate(lengths.tolist()):
             near(y[n : n + 1, :count], alone[n], f"sequence {n}, mask {kind}")
             assert_equal(bool(y[n, count:].any()), False, "rows of padding")
@@ -83,9 +83,9 @@ def test_decoding(ring: Any) -> None:
     new = torch.stack([x[n, count] for n, count in enumerate(lengths.tolist())])[:, None]
     later = [copy.clone() for copy in caches]
     y = layers(new, seq_lens=lengths, time_step=torch.tensor([5]), cache_kvs=caches)
-    whole = layers(x)
+    full = layers(x)
     for n, count in enumerate(lengths.tolist()):
-        near(y[n, 0], whole[n, count], f"sequence {n}")
+        near(y[n, 0], full[n, count], f"sequence {n}")
     mask = torch.zeros(SEQUENCES, 1, 1, 6, device=device)
     masked = layers(
         new, seq_lens=lengths, time_step=torch.tensor([5]), cache_kvs=later, attn_mask=mask
@@ -119,14 +119,14 @@ def test_prefixes(ring: Any) -> None:
     """A prefix from another call gives the rows of the whole sequence, and is in the cache."""
     layers = Layers(ring)
     x = layers.x
-    whole, first = layers.caches(), layers.caches()
-    y = layers(x, cache_kvs=whole)
+    full, first = layers.caches(), layers.caches()
+    y = layers(x, cache_kvs=full)
     layers(x[:, :3], cache_kvs=first)
     prefixes = [cache[:, :, :, :3].clone() for cache in first]
     near(layers(x[:, 3:], pre_caches=prefixes), y[:, 3:], "without a cache")
     caches = layers.caches()
     near(layers(x[:, 3:], pre_caches=prefixes, cache_kvs=caches), y[:, 3:], "with a cache")
-    for cache, wanted in zip(caches, whole, strict=True):
+    for cache, wanted in zip(caches, full, strict=True):
         near(cache, wanted, "the cache")
     seen = torch.ones(4, 7, dtype=torch.bool, device=ring.device).tril(3)[None, None]
     lengths = torch.tensor([2, 4, 3], device=ring.device)
@@ -146,8 +146,8 @@ def angles(length: int, dims: int, device: Any) -> torch.Tensor:
     parts = [
         steps / (10.0 ** torch.arange(each, device=device)) * (part + 1) for part in range(dims)
     ]
-    whole = torch.cat([half for part in parts for half in (part, part)], -1)
-    return torch.stack([whole.cos(), whole.sin()])[:, None, None]
+    theta = torch.cat([half for part in parts for half in (part, part)], -1)
+    return torch.stack([theta.cos(), theta.sin()])[:, None, None]
 
 
 @pytest.mark.parametrize("dims", [1, 2])
@@ -158,10 +158,10 @@ def test_formula(dims: int) -> None:
     cos, sin = (part.squeeze(1)[:, :, None] for part in embs)
     wanted = []
     for part in range(dims):
-        own = slice(part * WIDTH // dims, (part + 1) * WIDTH // dims)
-        first, second = x[..., own].chunk(2, -1)
+        span = slice(part * WIDTH // dims, (part + 1) * WIDTH // dims)
+        first, second = x[..., span].chunk(2, -1)
         turned = torch.cat([-second, first], -1)
-        wanted.append(x[..., own] * cos[..., own] + turned * sin[..., own])
+        wanted.append(x[..., span] * cos[..., span] + turned * sin[..., span])
     halves = embs.squeeze(2).unflatten(-1, (dims, 2, -1)).select(-2, 0)
     assert_equal(
         bool(torch.allclose(TokenRotary(*halves).rotate(x), torch.cat(wanted, -1), atol=1e-6)),
@@ -183,16 +183,16 @@ def test_rotation(ring: Any) -> None:
         none = torch.stack([torch.ones_like(embs[0]), torch.zeros_like(embs[0])])
         near(layers(x, rotary_embs=none, rotary_emb_dims=dims), plain, "no angles")
         caches = layers.caches()
-        how: Any = {"rotary_emb_dims": dims, "cache_kvs": caches}
-        near(layers(x[:, :4], rotary_embs=embs[..., :4, :], **how), y[:, :4], "prefill")
+        kwargs: Any = {"rotary_emb_dims": dims, "cache_kvs": caches}
+        near(layers(x[:, :4], rotary_embs=embs[..., :4, :], **kwargs), y[:, :4], "prefill")
         for step in range(4, length):
-            found = layers(
+            output = layers(
                 x[:, step : step + 1],
                 rotary_embs=embs[..., step : step + 1, :],
                 time_step=torch.tensor([step]),
-                **how,
+                **kwargs,
             )
-            near(found, y[:, step : step + 1], f"step {step}")
+            near(output, y[:, step : step + 1], f"step {step}")
 
 
 def wrong_options(layers: Layers) -> list[tuple[type[CommError], dict[str, Any], str]]:
@@ -228,9 +228,9 @@ def wrong_options(layers: Layers) -> list[tuple[type[CommError], dict[str, Any],
 @runs_on("ranks")
 def test_bad_input(ring: Any) -> None:
     layers = Layers(ring)
-    for error, how, text in wrong_options(layers):
+    for error, kwargs, text in wrong_options(layers):
         with raises(error, "fused_multi_transformer on ring 0", text):
-            layers(layers.x, **how)
+            layers(layers.x, **kwargs)
     assert_equal(tuple(layers(layers.x[:0]).shape), (0, *layers.x.shape[1:]), "an empty batch")
     assert_bits_equal(layers(layers.x, dropout_rate=0.5), layers(layers.x), "a rate in inference")
 
@@ -259,14 +259,14 @@ def test_bad_attention(ring: Any) -> None:
     attention: Any = paddle.fused_multi_head_attention
     block = torch.ones(3, 2, 4, 8, device=ring.device), torch.ones(8, 8, device=ring.device)
     row = torch.ones(1, 2, 8, device=ring.device)
-    for how, text in (
+    for kwargs, text in (
         ({"attn_mask": [1]}, "attn_mask is list; expected a torch.Tensor"),
         ({"cache_kv": [1]}, "cache_kv is list; expected a torch.Tensor"),
         ({"ln_epsilon": "x"}, "epsilon='x'; expected 0 to 0.001; pass 1e-5"),
         ({"transpose_qkv_wb": True, "num_heads": "4"}, "num_heads='4'"),
     ):
         with raises(ArgumentError, text):
-            attention(row, *block, **how)
+            attention(row, *block, **kwargs)
 
 
 @runs_on("ranks")
@@ -285,16 +285,16 @@ def test_norms_in_float32(ring: Any) -> None:
 def test_memory_that_was_never_written(ring: Any) -> None:
     """It may be NaN: the call attends to the tokens so far."""
     layers = Layers(ring)
-    x, found = layers.x, []
+    x, results = layers.x, []
     for filling in (0.0, torch.nan):
         caches = [cache.fill_(filling) for cache in layers.caches()]
         prefixes = [cache[:, :, :, :2].fill_(0.5) for cache in layers.caches()]
         y = layers(x[:, :3], cache_kvs=caches, pre_caches=prefixes)
         mask = torch.zeros(SEQUENCES, 1, 1, 6, device=ring.device)
         step = layers(x[:, 3:4], cache_kvs=caches, time_step=5, attn_mask=mask)
-        found.append((y, step))
-    for one, other, what in zip(*found, ("prefill", "decode"), strict=True):
-        assert_bits_equal(other, one, what)
+        results.append((y, step))
+    for one, other, phase in zip(*results, ("prefill", "decode"), strict=True):
+        assert_bits_equal(other, one, phase)
 
 
 @runs_on("ranks")

@@ -35,16 +35,16 @@ def expected_loss(
     shards = [wide(sample(r, (ROWS, CLASSES), torch.float32)) for r in range(comm.size)]
     logits = np.concatenate(shards, 1).astype(np.float64)
     softmax = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    kept = label.numpy() != IGNORED
-    at = np.where(kept, label.numpy(), 0)
-    weights = weight.numpy() * kept
+    valid = label.numpy() != IGNORED
+    at = np.where(valid, label.numpy(), 0)
+    weights = weight.numpy() * valid
     loss = -np.log(np.take_along_axis(softmax, at, 1)) * weights
     slopes = weights * by  # of each label
     gradient = softmax * slopes.sum(1, keepdims=True)
     for row in range(ROWS):
         np.subtract.at(gradient[row], at[row], slopes[row])
-    own = slice(comm.rank * CLASSES, (comm.rank + 1) * CLASSES)
-    return softmax[:, own], loss.sum(1, keepdims=True) if summed else loss, gradient[:, own]
+    cols = slice(comm.rank * CLASSES, (comm.rank + 1) * CLASSES)
+    return softmax[:, cols], loss.sum(1, keepdims=True) if summed else loss, gradient[:, cols]
 
 
 @pytest.mark.parametrize("summed", [True, False], ids=["summed", "each"])
@@ -77,19 +77,19 @@ def test_ranks_with_different_numbers_of_classes(comm: Any) -> None:
     mine = own(sizes, comm.rank)
     label = labels((ROWS, LABELS), total, torch.int64)
     weight = label_and_weight(comm.size)[1]
-    whole = drawn((ROWS, total), torch.float32).requires_grad_()
-    each = whole.log_softmax(1).gather(1, label) * -weight
+    full = drawn((ROWS, total), torch.float32).requires_grad_()
+    each = full.log_softmax(1).gather(1, label) * -weight
     each.sum().backward()
-    assert whole.grad is not None
+    assert full.grad is not None
     arguments = (label.to(comm.device), weight.to(comm.device))
     for call in (LOSS, compile_whole(lambda x: LOSS(x, *arguments))):
-        logits = whole.detach()[:, mine].to(comm.device).requires_grad_()
+        logits = full.detach()[:, mine].to(comm.device).requires_grad_()
         softmax, loss = call(logits, *arguments) if call is LOSS else call(logits)
         loss.sum().backward()
         for got, want in (
-            (softmax, whole.softmax(1)[:, mine]),
+            (softmax, full.softmax(1)[:, mine]),
             (loss, each.sum(1, keepdim=True)),
-            (logits.grad, whole.grad[:, mine]),
+            (logits.grad, full.grad[:, mine]),
         ):
             np.testing.assert_allclose(wide(got), wide(want), **CLOSE)
     arguments[0][0, 0] = total
@@ -160,9 +160,9 @@ def weight_of(rank: int, layout: str) -> Tensor:
 def batch_norm_of(size: int, layout: str) -> tuple[Array, Array, Array, Array]:
     """Return mean, variance, result and gradient of all ranks' images, channels second."""
     ranks = range(size)
-    whole = torch.cat([batch(rank, layout) for rank in ranks]).double()
+    images = torch.cat([batch(rank, layout) for rank in ranks]).double()
     weights = torch.cat([weight_of(rank, layout) for rank in ranks]).double()
-    values = wide(channels_second(whole, layout))
+    values = wide(channels_second(images, layout))
     means, variances = values.mean((0, 2, 3)), values.var((0, 2, 3))
     scale, bias = (
         wide(one).astype(np.float64).reshape(1, 3, 1, 1)
@@ -192,11 +192,11 @@ def test_batch_norm(comm: Any, layout: str) -> None:
     means, variances, wanted, gradient = batch_norm_of(comm.size, layout)
     old = [wide(one).astype(np.float64) for one in parameters(torch.device("cpu"))]
     first = sum(2 + rank for rank in range(comm.rank))
-    own = slice(first, first + 2 + comm.rank)
+    rows = slice(first, first + 2 + comm.rank)
     assert x.grad is not None and mean_out is mean and variance_out is variance
     near: Any = {"rtol": 1e-4, "atol": 1e-5}
-    np.testing.assert_allclose(wide(channels_second(y, layout)), wanted[own], **near)
-    np.testing.assert_allclose(wide(channels_second(x.grad, layout)), gradient[own], **near)
+    np.testing.assert_allclose(wide(channels_second(y, layout)), wanted[rows], **near)
+    np.testing.assert_allclose(wide(channels_second(x.grad, layout)), gradient[rows], **near)
     np.testing.assert_allclose(wide(mean), 0.9 * old[0] + 0.1 * means, **CLOSE)
     np.testing.assert_allclose(wide(variance), 0.9 * old[1] + 0.1 * variances, **CLOSE)
     np.testing.assert_allclose(wide(center), means, **CLOSE)

@@ -58,11 +58,11 @@ def inputs(comm: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @runs_on("ranks")
 def test_values(comm: Any) -> None:
     """Softmax first, then the loss of each row, with the gradient of the operators below."""
-    place = {"rank": comm.rank, "nranks": comm.size}
+    rank_args = {"rank": comm.rank, "nranks": comm.size}
     (x, label), (other, _) = inputs(comm), inputs(comm)
     ignored = int(label[1])
-    for how in (place, {}):
-        softmax, loss = paddle.c_softmax_with_cross_entropy(x, label, ignored, 0, **how)
+    for kwargs in (rank_args, {}):
+        softmax, loss = paddle.c_softmax_with_cross_entropy(x, label, ignored, 0, **kwargs)
         want = ops.softmax_with_cross_entropy(other, label, ignore_index=ignored)
         assert_equal(
             (tuple(loss.shape), float(loss[1]), softmax.requires_grad), ((5, 1), 0.0, False)
@@ -75,16 +75,16 @@ def test_values(comm: Any) -> None:
     want, want_softmax = ops.margin_cross_entropy(
         other, label, reduction=None, return_softmax=True, **margins
     )
-    whole, loss = paddle.margin_cross_entropy(x, label, True, **place, **margins)
+    probs, loss = paddle.margin_cross_entropy(x, label, True, **rank_args, **margins)
     assert_bits_equal(loss, want, "margin loss")
-    assert whole is not None
-    assert_bits_equal(whole, want_softmax, "margin softmax")
-    none, again = paddle.margin_cross_entropy(x, label, **place, **margins)
+    assert probs is not None
+    assert_bits_equal(probs, want_softmax, "margin softmax")
+    none, again = paddle.margin_cross_entropy(x, label, **rank_args, **margins)
     assert_equal((none, tuple(again.shape)), (None, (5, 1)), "without softmax")
     assert_bits_equal(again, want, "margin loss without softmax")
     (grad,) = torch.autograd.grad(again.sum(), x)
     assert_bits_equal(grad, torch.autograd.grad(want.sum(), other)[0], "margin gradient")
-    _, arcface = paddle.margin_cross_entropy(x, label, **place)
+    _, arcface = paddle.margin_cross_entropy(x, label, **rank_args)
     assert_bits_equal(arcface, ops.margin_cross_entropy(other, label, reduction="none"), "defaults")
 
 
@@ -98,8 +98,8 @@ def test_compiled(comm: Any) -> None:
         _, margin = paddle.margin_cross_entropy(x, label, nranks=comm.size, rank=comm.rank)
         return [softmax, loss, margin]
 
-    for given, want in zip(compile_whole(body)(x, label), body(x, label), strict=True):
-        assert_bits_equal(given, want, "compiled")
+    for actual, want in zip(compile_whole(body)(x, label), body(x, label), strict=True):
+        assert_bits_equal(actual, want, "compiled")
 
 
 @runs_on("ranks")

@@ -96,22 +96,22 @@ def test_parts_of_layers(ring: Any) -> None:
         bias = sample(9, (6,), torch.float64).to(device)
         want = mp_ops._linear(x, weight, bias)
         columns, part = weight.chunk(size, 1)[rank], bias.chunk(size)[rank]
-        place = (rank, size)
+        rank_args = (rank, size)
         got: Any = mp_ops._parallel_linear(
-            x, 8, 6 // size, 1, columns, part, True, *place, False, None, group
+            x, 8, 6 // size, 1, columns, part, True, *rank_args, False, None, group
         )
         torch.testing.assert_close(got, want)
         rows = weight.chunk(size, 0)[rank]
         got = mp_ops._parallel_linear(
-            x, 8 // size, 6, 0, rows, bias, True, *place, True, None, group
+            x, 8 // size, 6, 0, rows, bias, True, *rank_args, True, None, group
         )
         torch.testing.assert_close(got, want)
         ids = torch.tensor([0, 7, 3], device=device)
-        got = mp_ops._parallel_embedding(ids, 8 // size, (8, 6), rows, *place, None, group)
+        got = mp_ops._parallel_embedding(ids, 8 // size, (8, 6), rows, *rank_args, None, group)
         assert_bits_equal(got, weight[ids])
         with raises(ArgumentError, "_parallel_linear", "nranks=9", f"nranks={size}"):
             mp_ops._parallel_linear(x, 8, 3, 1, columns, None, True, rank, 9, False, None, group)
         with raises(ShapeError, "_parallel_embedding", "param_attr"):
-            mp_ops._parallel_embedding(ids, 5, (10, 6), rows, *place, None, group)
+            mp_ops._parallel_embedding(ids, 5, (10, 6), rows, *rank_args, None, group)
         mp_ops.set_var_distributed(weight)
         assert vars(weight) == {"is_distributed": True}

@@ -62,14 +62,14 @@ def test_reductions_in_place(comm: Any, op: str) -> None:
     """The form in place returns x with the bits of the formula, on either stream."""
     want = rounded(REDUCTIONS[op](inputs_of(comm), comm.rank), SEEDED)
     for calc in (False, True):
-        own = sample(comm.rank, SHAPE, SEEDED).to(comm.device)
-        everywhere, at_root, copy = own.clone(), own.clone(), own.clone()
+        local = sample(comm.rank, SHAPE, SEEDED).to(comm.device)
+        everywhere, at_root, copy = local.clone(), local.clone(), local.clone()
         name = f"c_allreduce_{op}"
         assert ordered(getattr(paddle, f"{name}_"), everywhere, 0, calc) is everywhere
         assert_bits_equal(everywhere, want, name)
         assert_bits_equal(ordered(getattr(paddle, name), copy, 0, calc), want, name)
         ordered(getattr(paddle, f"c_reduce_{op}_"), at_root, 0, ROOT, calc)
-        expected = want if comm.rank == ROOT else own
+        expected = want if comm.rank == ROOT else local
         assert_bits_equal(at_root, expected, f"c_reduce_{op}_")
         assert_bits_equal(ordered(getattr(paddle, f"c_reduce_{op}"), copy, 0, ROOT, calc), expected)
 

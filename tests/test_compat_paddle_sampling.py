@@ -32,16 +32,16 @@ def test_arguments() -> None:
 def test_values(comm: Any) -> None:
     """The operator below; a seed counts with fix_seed alone; the legacy defaults: one rank."""
     label = torch.tensor(IDS, device=comm.device)
-    place = {"rank": comm.rank, "nranks": comm.size}
+    rank_args = {"rank": comm.rank, "nranks": comm.size}
 
     def both(**how: Any) -> list[torch.Tensor]:
-        return list(paddle.class_center_sample(label, 10, 6, 0, **place, **how))
+        return list(paddle.class_center_sample(label, 10, 6, 0, **rank_args, **how))
 
-    for given, want in (
+    for actual, want in (
         (both(fix_seed=True, seed=9), ops.class_center_sample(label, 10, 6, seed=9)),
         (both(fix_seed=True), ops.class_center_sample(label, 10, 6, seed=0)),
     ):
-        for a, b in zip(given, want, strict=True):
+        for a, b in zip(actual, want, strict=True):
             assert_bits_equal(a, b, "with a seed")
     torch.manual_seed(1)
     drawn = [both(seed=9), both(seed=9)]
@@ -63,8 +63,8 @@ def test_compiled(comm: Any) -> None:
     def body(label: torch.Tensor) -> Any:
         return paddle.class_center_sample(label, 10, 4, 0, comm.rank, 2, True, 3)
 
-    for given, want in zip(compile_whole(body)(label), body(label), strict=True):
-        assert_bits_equal(given, want, "compiled")
+    for actual, want in zip(compile_whole(body)(label), body(label), strict=True):
+        assert_bits_equal(actual, want, "compiled")
 
 
 @runs_on("ranks")

@@ -91,14 +91,14 @@ def test_bits_of_one_optimizer(ring: Any) -> None:
             parameters = weights(ring)
             optimizer = fleet.distributed_optimizer(make(grouped(parameters)))
             train(ring, parameters, optimizer, range(STEPS))
-            want, whole = alone(ring, make)
+            want, full_state = alone(ring, make)
             assert_weights_equal(parameters, want)
             saved = optimizer.state_dict()
             assert_equal(sorted(saved["state"]), OWN[2][ring.rank], "states on this rank")
-            assert_equal(saved["param_groups"], whole["param_groups"], "all parameters")
+            assert_equal(saved["param_groups"], full_state["param_groups"], "all parameters")
             for index, state in saved["state"].items():
                 for name, value in state.items():
-                    assert_bits_equal(value, whole["state"][index][name], f"{name} of {index}")
+                    assert_bits_equal(value, full_state["state"][index][name], f"{name} of {index}")
 
 
 def resume(ring: Any, parameters: list[Tensor], saved: dict[str, Any]) -> None:
@@ -121,11 +121,11 @@ def test_resumed_training(ring: Any) -> None:
         parameters = weights(ring)
         optimizer = fleet.distributed_optimizer(adamw(grouped(parameters)))
         train(ring, parameters, optimizer, range(STEPS - 1))
-        own = copy.deepcopy(optimizer.state_dict())
-        every = ring.all_gather_object(own["state"])
+        my_state = copy.deepcopy(optimizer.state_dict())
+        every = ring.all_gather_object(my_state["state"])
         for saved in (
-            own,
-            {**own, "state": {**every[0], **every[1]}},
+            my_state,
+            {**my_state, "state": {**every[0], **every[1]}},
             alone(ring, adamw, STEPS - 1)[1],
         ):
             resume(
@@ -133,7 +133,7 @@ def test_resumed_training(ring: Any) -> None:
                 [one.detach().clone().requires_grad_(one.requires_grad) for one in parameters],
                 saved,
             )
-        other = {**own, "state": every[1 - ring.rank]}
+        other = {**my_state, "state": every[1 - ring.rank]}
         with raises(
             ArgumentError,
             f"the states are those of parameters {list(OWN[2][1 - ring.rank])}",
@@ -141,7 +141,7 @@ def test_resumed_training(ring: Any) -> None:
             f"rank {ring.rank}",
         ):
             optimizer.load_state_dict(other)
-        optimizer.set_state_dict({**own, "state": {}})
+        optimizer.set_state_dict({**my_state, "state": {}})
         assert_equal(optimizer.state_dict()["state"], {}, "states of an optimizer without a step")
 
 
@@ -152,14 +152,16 @@ def test_calls_of_upstream(ring: Any) -> None:
         hybrid = started(sharding_degree=2)
         parameters = weights(ring)
         optimizer = DygraphShardingOptimizer(momentum(grouped(parameters)), hybrid)
-        own = [parameters[index] for index in OWN[2][ring.rank]]
-        found = optimizer.filter_parameters(parameters[:-1], hybrid)
-        assert_equal([id(one) for one in found], [id(one) for one in own], "filter_parameters")
-        given = [gradient(ring, ring.rank, 0, index) for index in range(5)]
-        for one, value in zip(parameters, given, strict=False):
+        expected = [parameters[index] for index in OWN[2][ring.rank]]
+        actual = optimizer.filter_parameters(parameters[:-1], hybrid)
+        assert_equal(
+            [id(one) for one in actual], [id(one) for one in expected], "filter_parameters"
+        )
+        grads = [gradient(ring, ring.rank, 0, index) for index in range(5)]
+        for one, value in zip(parameters, grads, strict=False):
             one.grad = value.clone()
         parameters[1].grad = None  # on both ranks: it takes no part
-        kept = parameters[1].detach().clone()
+        saved = parameters[1].detach().clone()
         optimizer.reduce_gradients(parameters, hybrid)
         for index, one in enumerate(parameters[:-1]):
             if index in OWN[2][ring.rank] and index != 1:
@@ -169,7 +171,7 @@ def test_calls_of_upstream(ring: Any) -> None:
         optimizer.step()
         same = [one.grad is gradient for one, gradient in zip(parameters, before, strict=True)]
         assert_equal(same, [True] * 6, "gradients are where they were")
-        assert_bits_equal(parameters[1].detach(), kept, "a parameter without a gradient")
+        assert_bits_equal(parameters[1].detach(), saved, "a parameter without a gradient")
         optimizer.clear_grad()
         same = [one.grad is gradient for one, gradient in zip(parameters, before, strict=True)]
         assert_equal(same, [True] * 6, "zeros in the same memory")

@@ -55,8 +55,8 @@ def test_orders(comm: Any) -> None:
     """Waits order raw calls with the current stream, syncs hold the host; x comes back as it is."""
     x = torch.ones(3, device=comm.device)
     for name in ORDERS:
-        for given in (x, [x, x], None):
-            assert_equal(getattr(paddle, name)(given) is given, True, name)
+        for arg in (x, [x, x], None):
+            assert_equal(getattr(paddle, name)(arg) is arg, True, name)
         assert_equal(getattr(paddle, name)(), None, name)
 
     calc = comm.stream_for(True)
@@ -83,9 +83,9 @@ def raw_tensors_live(comm: Any) -> None:
     """A raw call may be the last to know its tensors; they stay until the program has synced."""
     for step in range(20):
         keep_busy(comm)
-        given = [torch.full((1 << 16,), 1.0 + step, device=comm.device)]
+        inputs = [torch.full((1 << 16,), 1.0 + step, device=comm.device)]
         paddle.c_wait_compute()
-        summed = paddle.c_allreduce_sum(given.pop())
+        summed = paddle.c_allreduce_sum(inputs.pop())
         junk = torch.full((1 << 16,), -1.0, device=comm.device)
         paddle.c_wait_comm()
         assert_bits_equal(summed, np.full(1 << 16, 2.0 + 2 * step), f"step {step}")
@@ -116,13 +116,13 @@ def test_barrier(comm: Any) -> None:
     ):
         time.sleep(0.2 * comm.rank)
         came = torch.tensor([time.monotonic()], dtype=torch.float64, device=comm.device)
-        given = paddle.barrier(*form)
+        result = paddle.barrier(*form)
         left = torch.tensor([time.monotonic()], dtype=torch.float64, device=comm.device)
         last = paddle.c_allreduce_max(came, use_calc_stream=True)
         first = paddle.c_allreduce_min(left, use_calc_stream=True)
         assert_equal(bool(first >= last), True, "left before the last came")
-        if given is not None and given.numel():
-            assert_bits_equal(given, np.array([2], dtype=np.int32), "sum of x")
+        if result is not None and result.numel():
+            assert_bits_equal(result, np.array([2], dtype=np.int32), "sum of x")
     assert_equal(paddle.barrier(), None, "result without x")
     settle(comm)
 
@@ -174,9 +174,9 @@ def train(x: Tensor, table: Tensor, rank: int, size: int) -> Tensor:
     ids = torch.arange(2 * len(table), device=x.device)
     rows = paddle.mp_allreduce_sum(paddle.c_embedding(table, ids, rank * len(table)))
     hidden = paddle.c_identity(x) @ rows.T
-    whole = paddle.c_concat(hidden, rank, size)
-    part = paddle.c_split(whole.sin(), rank, size)
-    upstream = paddle.c_split(whole.cos(), rank, size, legacy_grad=True)
+    full = paddle.c_concat(hidden, rank, size)
+    part = paddle.c_split(full.sin(), rank, size)
+    upstream = paddle.c_split(full.cos(), rank, size, legacy_grad=True)
     paddle.c_wait_comm(part)
     return paddle.mp_allreduce_sum((part * upstream).sum())
 
@@ -188,18 +188,18 @@ def test_compiled(comm: Any) -> None:
     for rows in (4, 6):
         x = sample(comm.rank, (rows, 4), torch.float64).to(comm.device)
         eager = step(x, comm.rank, comm.size)
-        for place, (given, want) in enumerate(
+        for index, (actual, want) in enumerate(
             zip(graph(x, comm.rank, comm.size), eager, strict=True)
         ):
-            assert_bits_equal(given, want, f"result {place} of {rows} rows")
+            assert_bits_equal(actual, want, f"result {index} of {rows} rows")
 
         gradients = []
         for function in (train, train_graph):
             leaves = (x.clone().requires_grad_(), (x * 0.5).requires_grad_())
             loss = function(*leaves, comm.rank, comm.size)
             gradients.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-        for given, want in zip(*reversed(gradients), strict=True):
-            assert_bits_equal(given, want, f"gradients of {rows} rows")
+        for actual, want in zip(*reversed(gradients), strict=True):
+            assert_bits_equal(actual, want, f"gradients of {rows} rows")
 
 
 @runs_on("ranks", deadline=COMPILE_S)
@@ -289,23 +289,23 @@ def test_rings(new_ranks: NewRanks) -> None:
 
 def one_rank(comm: Any) -> None:
     """Every name works on a ring of one; threads that ask at once get one ring."""
-    found: list[Any] = []
+    rings: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: found.append(paddle.c_comm_init(1, 0, 3, ring_id=6)))
+        threading.Thread(target=lambda: rings.append(paddle.c_comm_init(1, 0, 3, ring_id=6)))
         for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert_equal(len(found), 8, "threads that got a ring")
-    assert_equal(len(set(found)), 1, "different rings")
+    assert_equal(len(rings), 8, "threads that got a ring")
+    assert_equal(len(set(rings)), 1, "different rings")
 
     x = torch.arange(6.0).view(2, 3)
     for name in (n for n in CASES if (RING in SIGNATURES[n])):
         legacy = dict(SIGNATURES[name])
-        how = {"nranks": 1} if "nranks" in legacy else {}
-        assert_bits_equal(getattr(paddle, name)(x, ring_id=6, **how), x, name)
+        kwargs = {"nranks": 1} if "nranks" in legacy else {}
+        assert_bits_equal(getattr(paddle, name)(x, ring_id=6, **kwargs), x, name)
     for name in ORDERS[1:]:
         getattr(paddle, name)(x, 6)
     paddle.barrier(None, 6)

@@ -22,14 +22,14 @@ def test_mp_allreduce_sum_in_all_styles(comm: Any) -> None:
     assert_bits_equal(pairs.mp_allreduce_sum(x, *PAIRS), want)
     assert_bits_equal(plain.mp_allreduce_sum(x, ring_id=0, use_model_parallel=False), want)
     calls: list[Any] = [
-        lambda own: plain.mp_allreduce_sum_(own, 0, True, True),
-        lambda own: pairs.mp_allreduce_sum_(own, *PAIRS),
-        lambda own: pairs.mp_allreduce_sum(own, own, *PAIRS),
+        lambda buf: plain.mp_allreduce_sum_(buf, 0, True, True),
+        lambda buf: pairs.mp_allreduce_sum_(buf, *PAIRS),
+        lambda buf: pairs.mp_allreduce_sum(buf, buf, *PAIRS),
     ]
     for call in calls:
-        own = x.clone()
-        assert call(own) is own
-        assert_bits_equal(own, want)
+        buf = x.clone()
+        assert call(buf) is buf
+        assert_bits_equal(buf, want)
 
 
 @runs_on("ranks")
@@ -38,21 +38,21 @@ def test_other_reductions_of_tensor_parallelism(comm: Any) -> None:
         x = sample(comm.rank, (3,), torch.float32).to(comm.device)
         want = getattr(paddle, f"c_allreduce_{op}")(x, use_calc_stream=True)
         assert_bits_equal(getattr(paddle, f"mp_allreduce_{op}")(x, 0, True, True), want)
-        own = x.clone()
-        assert getattr(paddle._legacy_C_ops, f"mp_allreduce_{op}_")(own, *PAIRS) is own
-        assert_bits_equal(own, want)
+        buf = x.clone()
+        assert getattr(paddle._legacy_C_ops, f"mp_allreduce_{op}_")(buf, *PAIRS) is buf
+        assert_bits_equal(buf, want)
 
 
 @runs_on("ranks")
 def test_names_of_paddle_3_in_place(comm: Any) -> None:
     x = sample(comm.rank, (4, 3), torch.float32).to(comm.device)
     for name in ("all_reduce", "broadcast", "reduce"):
-        want, own = getattr(paddle, name)(x, 0), x.clone()
-        assert getattr(paddle, f"{name}_")(own, 0) is own
-        assert_bits_equal(own, want if name != "reduce" or comm.rank == 0 else x, name)
-    own = x.clone()
-    paddle.all_reduce_(own, reduce_type=1)
-    assert_bits_equal(own, paddle.all_reduce(x, reduce_type=1))
+        want, buf = getattr(paddle, name)(x, 0), x.clone()
+        assert getattr(paddle, f"{name}_")(buf, 0) is buf
+        assert_bits_equal(buf, want if name != "reduce" or comm.rank == 0 else x, name)
+    buf = x.clone()
+    paddle.all_reduce_(buf, reduce_type=1)
+    assert_bits_equal(buf, paddle.all_reduce(x, reduce_type=1))
     with raises(ArgumentError, "all_reduce_", "reduce_type=9"):
         paddle.all_reduce_(x, reduce_type=9)
     statistics = [torch.zeros(3), torch.ones(3), torch.ones(3), torch.zeros(3)]

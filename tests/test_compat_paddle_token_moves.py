@@ -38,9 +38,9 @@ def dispatched(
         pairs = [(t, c) for t in range(len(x)) for c in range(k) if chosen[t, c] == expert]
         if padded:
             pairs.sort(key=lambda pair: pair[1])
-        for place, (token, choice) in enumerate(pairs):
-            row = expert * capacity + place if padded else start + place
-            if place < capacity:
+        for slot, (token, choice) in enumerate(pairs):
+            row = expert * capacity + slot if padded else start + slot
+            if slot < capacity:
                 y[row], index[choice, token] = x[token], row
             else:
                 weights[token, choice] = 0
@@ -76,11 +76,11 @@ def test_gradients_of_dispatch_and_combine() -> None:
     by = sample(0, tuple(y.shape), torch.float32, seed=2)
     combined = paddle.moe_combine(y * by, weights, index.t())
     combined.sum().backward()
-    rows, kept = index.t().long(), (weights > 0).float().detach()
-    assert (kept == 0).any()
+    rows, mask = index.t().long(), (weights > 0).float().detach()
+    assert (mask == 0).any()
     slope = (by[rows] * weights.detach()[..., None]).sum(1)
     np.testing.assert_allclose(wide(x.grad), wide(slope), rtol=1e-5)
-    terms = (x.detach()[:, None] * by[rows]).sum(-1) * kept
+    terms = (x.detach()[:, None] * by[rows]).sum(-1) * mask
     expected = torch.zeros(TOKENS, EXPERTS)
     chosen = paddle.moe_gate_dispatch(x, logits, None, 2, 2)[-1].long()
     np.testing.assert_allclose(

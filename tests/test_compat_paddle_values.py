@@ -127,8 +127,8 @@ def test_values(comm: Any, name: str) -> None:
             for layout in ("contiguous", "transposed"):
                 for calc in (False, True):
                     x = laid_out(inputs[comm.rank], layout, comm.device)
-                    given = ordered(case.call, x, comm, calc)
-                    assert_bits_equal(given, want, f"{dtype} {shape} {layout} {calc}")
+                    actual = ordered(case.call, x, comm, calc)
+                    assert_bits_equal(actual, want, f"{dtype} {shape} {layout} {calc}")
                     assert_bits_equal(x, inputs[comm.rank], f"input of {dtype} {shape} afterwards")
 
 
@@ -153,10 +153,10 @@ def test_embedding(comm: Any) -> None:
     shard = torch.from_numpy(table[4 * comm.rank :][:4]).to(comm.device)
     for dtype in (torch.int32, torch.int64):
         x = torch.from_numpy(ids).to(comm.device, dtype)
-        found = paddle.c_embedding(shard, x, 4 * comm.rank, 8)
+        rows = paddle.c_embedding(shard, x, 4 * comm.rank, 8)
         mine = (ids // 4 == comm.rank)[..., None]
-        assert_bits_equal(found, np.where(mine, table[ids], 0.0), "own rows")
-        assert_bits_equal(ordered(paddle.mp_allreduce_sum, found), table[ids], "all rows")
+        assert_bits_equal(rows, np.where(mine, table[ids], 0.0), "own rows")
+        assert_bits_equal(ordered(paddle.mp_allreduce_sum, rows), table[ids], "all rows")
     strange = torch.tensor([-1, 8, 100], device=comm.device)
     assert_bits_equal(
         paddle.c_embedding(shard, strange, 4 * comm.rank), np.zeros((3, 3)), "ids of no rank"
@@ -197,19 +197,19 @@ KINDS: list[tuple[Any, torch.dtype]] = [
 @runs_on("ranks")
 def test_point_to_point(comm: Any) -> None:
     """The peer's bits arrive, however the dtype is spelled, with the shape given or sent along."""
-    for given, dtype in KINDS:
+    for dtype_arg, dtype in KINDS:
         for calc in (False, True):
             x, want = (sample(r, (3, 2), dtype) for r in (comm.rank, 1 - comm.rank))
-            what = f"{given!r} {calc}"
+            label = f"{dtype_arg!r} {calc}"
             x = laid_out(x, "transposed", comm.device)
-            got = passed_on(comm, x, out_shape=[3, 2], dtype=given, use_calc_stream=calc)
-            assert_bits_equal(got, want, what)
+            got = passed_on(comm, x, out_shape=[3, 2], dtype=dtype_arg, use_calc_stream=calc)
+            assert_bits_equal(got, want, label)
     for shape in ((), (4,), (0,), (2, 0, 3), (1,) * 9, (2, 3, 4)):
         for calc in (False, True):
             mine, theirs = ((*shape, 1 + r) for r in (comm.rank, 1 - comm.rank))
             x = sample(comm.rank, mine, torch.float16).to(comm.device)
-            how = {"use_calc_stream": calc, "dynamic_shape": True}
-            got = passed_on(comm, x, out_shape=(), dtype="float16", **how)
+            kwargs = {"use_calc_stream": calc, "dynamic_shape": True}
+            got = passed_on(comm, x, out_shape=(), dtype="float16", **kwargs)
             assert_bits_equal(
                 got, sample(1 - comm.rank, theirs, torch.float16), f"dynamic {shape} {calc}"
             )
@@ -299,9 +299,9 @@ def test_embedding_gradient(comm: Any) -> None:
     ids = torch.tensor([[0, 5, 5], [4, 7, 3]], device=comm.device)
     weights = sample(0, (2, 3, 3), torch.float64)
     want = np.zeros((4, 3))
-    for place, one in np.ndenumerate(ids.cpu().numpy()):
+    for index, one in np.ndenumerate(ids.cpu().numpy()):
         if one // 4 == comm.rank:
-            want[one % 4] += weights[place].numpy()
+            want[one % 4] += weights[index].numpy()
     start = 4 * comm.rank
     got = gradient(paddle.c_embedding, weight, weights.to(comm.device), ids, start)
     assert_bits_equal(got, want, "scatter-add", atol=1e-12)
@@ -312,8 +312,8 @@ def test_other_operators_have_no_gradient(comm: Any) -> None:
     """Operators without a gradient in Paddle cut it; the raw form stays raw for a parameter too."""
     for name in sorted(set(CASES) - {"mp_allreduce_sum", "c_identity", "c_concat", "c_split"}):
         x = torch.ones(4, 6, device=comm.device, requires_grad=True)
-        given = ordered(CASES[name].call, x, comm, False)
-        assert_equal(given.requires_grad, False, name)
+        result = ordered(CASES[name].call, x, comm, False)
+        assert_equal(result.requires_grad, False, name)
     x = torch.ones(2, device=comm.device, requires_grad=True)
     got = passed_on(comm, x, out_shape=[2], dtype=5)
     assert_equal(got.requires_grad, False, "recv_v2")

@@ -37,9 +37,9 @@ def test_signatures(name: str) -> None:
 def test_an_old_program_runs_on_rings(ring: Any) -> None:
     """The backends that the program names stand for rings, of the default group and of others."""
     end_earlier_group()
-    place: Any = {"rank": ring.rank, "world_size": ring.size, "timeout": timedelta(seconds=30)}
+    kwargs: Any = {"rank": ring.rank, "world_size": ring.size, "timeout": timedelta(seconds=30)}
     for backend in ({"backend": "gloo"}, {"backend": "cpu:gloo,cuda:nccl"}, {}):
-        dist.init_process_group(**backend, store=store_of(), **place)
+        dist.init_process_group(**backend, store=store_of(), **kwargs)
         calls = ring.report()["calls"]
         x = torch.full((2,), ring.rank + 1.0, device=ring.device)
         dist.all_reduce(x)

@@ -31,8 +31,8 @@ def collected(x: Tensor) -> Tensor:
     x = x * 2
     with commlib.comm().group():
         total = ops.all_reduce(x)
-        whole = ops.all_gather(x)
-    both: Tensor = total + whole.view(2, -1).sum(0)
+        full = ops.all_gather(x)
+    both: Tensor = total + full.view(2, -1).sum(0)
     return both
 
 

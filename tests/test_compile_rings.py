@@ -51,8 +51,8 @@ def routed(x: Tensor) -> Tensor:
     """Send row r of the own x to the r-th rank's expert and back."""
     size = len(commlib.comm(RING).ranks)
     counts = torch.full((size,), len(x) // size)
-    there = ops.global_scatter(x, counts, counts, RING)
-    return ops.global_gather(there * 2, counts, counts, RING)
+    received = ops.global_scatter(x, counts, counts, RING)
+    return ops.global_gather(received * 2, counts, counts, RING)
 
 
 def rings(comm: Any) -> Iterator[Any]:
@@ -83,8 +83,8 @@ def created_again(comm: Any, names: tuple[str, ...], how: dict[str, Any]) -> Non
         compiled = compile_whole(named[name], **how)
         for ring in rings(comm):
             want, got = outcome(named[name], comm.rank), outcome(compiled, comm.rank)
-            for one, other, what in zip(got, want, ("result", "gradient"), strict=True):
-                assert_bits_equal(one, other, f"{name} on {ring}: {what}")
+            for one, other, label in zip(got, want, ("result", "gradient"), strict=True):
+                assert_bits_equal(one, other, f"{name} on {ring}: {label}")
 
 
 def test_rings_created_again(three_ranks: Ranks) -> None:

@@ -44,15 +44,15 @@ def padded(rows: torch.Tensor, count: int) -> torch.Tensor:
 def both_ways(comm: Any, counts: Counts, dtype: torch.dtype, spare: int = 2, **how: Any) -> None:
     """Send to the experts and back; ``spare`` rows of the result, and of x, are not used."""
     every = inputs(counts, 8, dtype)
-    own, mine = every[comm.rank].to(comm.device), own_counts(comm, counts, comm.device)
+    local_rows, mine = every[comm.rank].to(comm.device), own_counts(comm, counts, comm.device)
     rows = from_bits(scattered([bits(x) for x in every], counts, comm.rank), dtype)
     most = max(int(np.array(counts)[:, rank].sum()) for rank in range(comm.size)) + spare
-    x = torch.cat([own, torch.full((spare, 8), torch.nan, dtype=dtype, device=comm.device)])
-    there = ops.global_scatter(x, **mine, capacity=max(most, 1), **how)
-    assert_bits_equal(there, padded(rows, max(most, 1)), f"scattered {dtype} {counts}")
-    capacity = max(len(own) + spare, 1)
-    back = ops.global_gather(there, **mine, capacity=capacity, **how)
-    assert_bits_equal(back, padded(own, capacity), f"and back {dtype} {counts}")
+    x = torch.cat([local_rows, torch.full((spare, 8), torch.nan, dtype=dtype, device=comm.device)])
+    received = ops.global_scatter(x, **mine, capacity=max(most, 1), **how)
+    assert_bits_equal(received, padded(rows, max(most, 1)), f"scattered {dtype} {counts}")
+    capacity = max(len(local_rows) + spare, 1)
+    back = ops.global_gather(received, **mine, capacity=capacity, **how)
+    assert_bits_equal(back, padded(local_rows, capacity), f"and back {dtype} {counts}")
 
 
 def values(comm: Any) -> None:
@@ -83,8 +83,8 @@ def test_any_counts(unified_ranks: Ranks, flat: list[int]) -> None:
 
 
 def expert_layer(x: torch.Tensor, capacity: int, **mine: torch.Tensor) -> torch.Tensor:
-    there = ops.global_scatter(x, **mine, capacity=capacity)
-    return ops.global_gather(torch.tanh(there) * 2, **mine, capacity=x.shape[0])
+    received = ops.global_scatter(x, **mine, capacity=capacity)
+    return ops.global_gather(torch.tanh(received) * 2, **mine, capacity=x.shape[0])
 
 
 @runs_on("ranks")
@@ -93,20 +93,20 @@ def test_gradients(comm: Any) -> None:
     for seed in range(3):
         counts = drawn(comm.size, 2, 4, seed)
         every, mine = inputs(counts, 8, torch.float32), own_counts(comm, counts, comm.device)
-        own = every[comm.rank]
-        found = []
+        local_rows = every[comm.rank]
+        results = []
         for call in (expert_layer, compile_whole(expert_layer)):
-            x = padded(own, len(own) + 3).to(comm.device).requires_grad_()
+            x = padded(local_rows, len(local_rows) + 3).to(comm.device).requires_grad_()
             out = call(x, 40, **mine)
             out.backward(x.detach())
-            found.append((out.detach(), x.grad))
-        x = own.to(comm.device, copy=True).requires_grad_()
+            results.append((out.detach(), x.grad))
+        x = local_rows.to(comm.device, copy=True).requires_grad_()
         on_host = own_counts(comm, counts)
-        there = ops.global_scatter(x, **on_host)
-        out = ops.global_gather(torch.tanh(there) * 2, **on_host)
+        received = ops.global_scatter(x, **on_host)
+        out = ops.global_gather(torch.tanh(received) * 2, **on_host)
         out.backward(x.detach())
         assert x.grad is not None
-        for result, grad in found:
+        for result, grad in results:
             assert_bits_equal(result, padded(out.detach(), len(result)), "result")
             assert grad is not None
             assert_bits_equal(grad, padded(x.grad, len(grad)), "gradient")

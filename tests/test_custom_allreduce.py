@@ -87,8 +87,8 @@ def alike(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 def equal_everywhere(comm: Any, x: torch.Tensor, what: object) -> None:
     """Raise unless all ranks hold the same bits, NaNs included."""
-    found = comm.exchange([zlib.crc32(bits(x).tobytes())])
-    assert_equal(found, [found[0]] * comm.size, f"{what}: digest of the bits on each rank")
+    digests = comm.exchange([zlib.crc32(bits(x).tobytes())])
+    assert_equal(digests, [digests[0]] * comm.size, f"{what}: digest of the bits on each rank")
 
 
 def values(comm: Any, sizes: list[int]) -> None:
@@ -97,15 +97,15 @@ def values(comm: Any, sizes: list[int]) -> None:
         for dtype in FLOATS:
             for op in ("sum", "avg", "max", "min"):
                 inputs = drawn(items, items, dtype, comm.size)
-                want, what = reduced(inputs, op), f"{op} of {items} x {dtype}"
+                want, label = reduced(inputs, op), f"{op} of {items} x {dtype}"
                 flat = torch.zeros(items + 1, dtype=dtype, device=comm.device)
                 for shift in (0, 1):
                     x = flat[shift : shift + items].copy_(inputs[comm.rank])
                     out = torch.full_like(x, 7)
-                    alike(comm.all_reduce(out, x, op=op), want, what)
-                    equal_everywhere(comm, out, what)
-                    alike(x, inputs[comm.rank], f"{what}: x afterwards")
-                    alike(comm.all_reduce(x, x, op=op), want, f"{what} in place")
+                    alike(comm.all_reduce(out, x, op=op), want, label)
+                    equal_everywhere(comm, out, label)
+                    alike(x, inputs[comm.rank], f"{label}: x afterwards")
+                    alike(comm.all_reduce(x, x, op=op), want, f"{label} in place")
 
 
 SMALL = [1, 2, 3, 7, 8, 9, 63, 64, 65, 511, 1025, 4099]
@@ -201,8 +201,8 @@ class Script:
         items = 1 << self.dice.randrange(0, 19)
         items = self.dice.randint(items, 2 * items)
         kind = self.dice.choices(list(KINDS), list(KINDS.values()))[0]
-        found, want = getattr(self, kind)(items)
-        assert_equal(check and not torch.equal(found, want), False, f"{kind} of {items} items")
+        actual, want = getattr(self, kind)(items)
+        assert_equal(check and not torch.equal(actual, want), False, f"{kind} of {items} items")
 
     def sum(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
         out = self.comm.all_reduce(self.out[:items], self.x[:items])
@@ -225,8 +225,8 @@ class Script:
 
     def exchange(self, items: int) -> tuple[torch.Tensor, torch.Tensor]:
         count = items // self.comm.size
-        whole = count * self.comm.size
-        out = self.comm.all_to_all(self.out[:whole], self.x[:whole])
+        total = count * self.comm.size
+        out = self.comm.all_to_all(self.out[:total], self.x[:total])
         return out, torch.cat([self.part(x, count) for x in self.inputs])
 
     def part(self, x: torch.Tensor, count: int) -> torch.Tensor:
@@ -248,10 +248,10 @@ class Script:
 def mixed(comm: Any, count: int, seed: int) -> None:
     """Random calls while each rank is held up at random; every so many are checked."""
     count = count if on_gpu(comm) else 50
-    script, own = Script(comm, seed), random.Random(seed * 8 + comm.rank)
+    script, rng = Script(comm, seed), random.Random(seed * 8 + comm.rank)
     for number in range(count):
-        if on_gpu(comm) and own.random() < 0.05:
-            torch.cuda._sleep(own.randrange(200_000))
+        if on_gpu(comm) and rng.random() < 0.05:
+            torch.cuda._sleep(rng.randrange(200_000))
         script.call(check=number % 7 == 0 or count - number < 20)
     settle(comm)
 
@@ -324,9 +324,9 @@ def test_explain_on_a_gpu(comm: Any) -> None:
 def test_ranks_that_push_kernels_can_t_serve(comm: Any) -> None:
     """A rank with another table, or whose memory its peers can't prove, leaves all of them NCCL."""
     text, probe = kernel_table.text, peer_memory.PROBE
-    here, x = comm.rank == 0, torch.ones(9, device=comm.device)
+    is_root, x = comm.rank == 0, torch.ones(9, device=comm.device)
     try:
-        if here:
+        if is_root:
             kernel_table.text = lambda: text() + "\n"  # type: ignore[assignment]
         with another(comm, 89) as ring:
             assert_equal(
@@ -334,7 +334,7 @@ def test_ranks_that_push_kernels_can_t_serve(comm: Any) -> None:
             )
             assert_equal(set(ring.all_reduce(x, x * 1).tolist()), {float(comm.size)}, "by NCCL")
         kernel_table.text = text
-        if here:
+        if is_root:
             peer_memory.PROBE = probe.with_name("missing.cu")
         with another(comm, 89) as ring:
             assert_equal("no peer access" in ring.explain(64, torch.float32), True, "probe")

@@ -45,9 +45,9 @@ def recorded(ring: Any, collective: str, items: int) -> tuple[Any, torch.Tensor,
     """Return a graph of a collective, its input and its output, with parts of ``items``."""
     if collective == "all_reduce":
         return captured(ring, items)  # which has several calls
-    whole = torch.zeros(ring.size * items, dtype=torch.bfloat16, device=ring.device)
-    x = torch.zeros_like(whole[:items] if collective == "all_gather" else whole)
-    out = torch.zeros_like(whole[:items] if collective == "reduce_scatter" else whole)
+    full = torch.zeros(ring.size * items, dtype=torch.bfloat16, device=ring.device)
+    x = torch.zeros_like(full[:items] if collective == "all_gather" else full)
+    out = torch.zeros_like(full[:items] if collective == "reduce_scatter" else full)
     getattr(ring, collective)(out, x)
     graph = torch.cuda.CUDAGraph()
     gc.collect()  # a graph of another test that goes in a capture would end it
@@ -70,11 +70,11 @@ def call_without_the_last_rank(
     assert_equal(bool(out.isnan().all()), True, "results are NaN")
     if how == "graph":
         gathered = torch.zeros(ring.size * 5, dtype=torch.int64, device=ring.device)
-        kept, ring._engine._push._word.value = ring._engine._push._word.value, 0
+        fault, ring._engine._push._word.value = ring._engine._push._word.value, 0
         ring.all_gather(gathered, gathered[:5])  # launched all the same
         torch.cuda.synchronize()
         assert_equal(gathered.unique().tolist(), [-1], "what moved")
-        assert_equal(ring._engine._push._word.value, kept, "the same fault")
+        assert_equal(ring._engine._push._word.value, fault, "the same fault")
 
 
 def late(comm: Any, how: str, collective: str) -> None:
@@ -136,8 +136,8 @@ def test_calls_of_nccl_after_a_lost_peer(comm: Any) -> None:
         ring._engine._push._memory.put(push_channel._LIMIT, limit)
         x, ints = torch.ones(1000, device=comm.device), torch.ones(9, device=comm.device).long()
         held = commlib.graph.capture(lambda x: ring.all_reduce(torch.empty_like(x), x) + 1)
-        for given in (x, ints):
-            assert_equal(set(held(given).tolist()), {comm.size + 1.0}, "captured")
+        for src in (x, ints):
+            assert_equal(set(held(src).tolist()), {comm.size + 1.0}, "captured")
         ring.barrier()
         torch.cuda.synchronize()
         ring.exchange([])
@@ -149,9 +149,9 @@ def test_calls_of_nccl_after_a_lost_peer(comm: Any) -> None:
                 ring.barrier()
         ring.reset()
         ints.fill_(1)
-        for given in (x, ints):
-            assert_equal(set(held(given).tolist()), {comm.size + 1.0}, "captured again")
-            assert_equal(set(ring.all_reduce(torch.empty_like(given), given).tolist()), {comm.size},
+        for src in (x, ints):
+            assert_equal(set(held(src).tolist()), {comm.size + 1.0}, "captured again")
+            assert_equal(set(ring.all_reduce(torch.empty_like(src), src).tolist()), {comm.size},
                  "after reset")  # fmt: skip
         ring.barrier()
         torch.cuda.synchronize()

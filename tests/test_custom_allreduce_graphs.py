@@ -84,15 +84,15 @@ def test_forked_streams(comm: Any) -> None:
     outs = [torch.zeros_like(x) for _ in range(4)]
 
     def fan() -> None:
-        here = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
         for stream, out in zip(side, outs, strict=False):
-            stream.wait_stream(here)
+            stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(20_000 * (comm.rank + 1))
                 comm.all_reduce(out, x)
         comm.all_reduce(outs[3], x)
         for stream in side:
-            here.wait_stream(stream)
+            current.wait_stream(stream)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

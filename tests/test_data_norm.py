@@ -37,12 +37,12 @@ KINDS += [
 
 def shown(x: Array, slot_dim: int) -> Array:
     """Return which values belong to a group that shows something, one row and group at a time."""
-    kept = np.ones(x.shape, dtype=bool)
+    mask = np.ones(x.shape, dtype=bool)
     if slot_dim > 0:
         for row in range(x.shape[0]):
             for first in range(0, x.shape[1], slot_dim):
-                kept[row, first : first + slot_dim] = not -1e-7 < x[row, first] < 1e-7
-    return kept
+                mask[row, first : first + slot_dim] = not -1e-7 < x[row, first] < 1e-7
+    return mask
 
 
 def formula(x: Array, columns: list[Array], slot_dim: int, shifts: bool) -> tuple[Array, ...]:
@@ -69,9 +69,9 @@ def derivatives(
 
 def summary(x: Array, means: Array, behaviour: str, slot_dim: int, epsilon: float) -> Array:
     """Return [3, C]: size, sum and square sum of a batch, one column at a time."""
-    kept, batch = shown(x, slot_dim), np.zeros((3, x.shape[1]))
+    mask, batch = shown(x, slot_dim), np.zeros((3, x.shape[1]))
     for column in range(x.shape[1]):
-        values = x[kept[:, column], column].astype("f8")
+        values = x[mask[:, column], column].astype("f8")
         count, squares = len(values), (values - means[column]) ** 2
         if not count:
             continue
@@ -112,38 +112,40 @@ def leaves(comm: Any, *tensors: torch.Tensor) -> Tensors:
 def agrees(comm: Any, x: torch.Tensor, columns: Tensors, kind: Any, decay: float = 0.75) -> None:
     """Results, gradients and summaries are those of the formulas."""
     behaviour, slot_dim, shifts = kind
-    what, atol = f"{x.dtype} {tuple(x.shape)} {kind}", DTYPES[x.dtype]
+    label, atol = f"{x.dtype} {tuple(x.shape)} {kind}", DTYPES[x.dtype]
     before = calls(comm)
-    leaf, *given = leaves(comm, x, *columns)
-    how = {**keywords(given, kind), "epsilon": EPSILON, "summary_decay_rate": decay}
-    y, means, scales = data_norm(leaf, *given[:3], return_moments=True, **how)
+    leaf, *params = leaves(comm, x, *columns)
+    kwargs = {**keywords(params, kind), "epsilon": EPSILON, "summary_decay_rate": decay}
+    y, means, scales = data_norm(leaf, *params[:3], return_moments=True, **kwargs)
     wanted = [wide(column) for column in columns]
     want_y, want_means, want_scales = formula(wide(x), wanted, slot_dim, shifts)
     for got, want, name in ((y, want_y, "y"), (means, want_means, "m"), (scales, want_scales, "s")):
-        assert_bits_equal(got, want, f"{name} of {what}", atol=atol)
-    assert_equal((means.requires_grad, scales.requires_grad), (False, False), what)
-    for got, old in zip(given, columns, strict=True):
-        assert_bits_equal(got, old, f"after the forward of {what}")
+        assert_bits_equal(got, want, f"{name} of {label}", atol=atol)
+    assert_equal((means.requires_grad, scales.requires_grad), (False, False), label)
+    for got, old in zip(params, columns, strict=True):
+        assert_bits_equal(got, old, f"after the forward of {label}")
     dy = sample(9, tuple(x.shape), x.dtype)
     y.backward(dy.to(comm.device))
-    got_grads = [leaf.grad, given[3].grad, given[4].grad] if shifts else [leaf.grad]
+    got_grads = [leaf.grad, params[3].grad, params[4].grad] if shifts else [leaf.grad]
     want_grads = derivatives(wide(dy), wide(x), wanted, slot_dim, shifts)
     for grad, want in zip(got_grads, want_grads, strict=True):
         assert grad is not None
-        assert_bits_equal(grad, want, f"gradient of {what}", atol=atol)
+        assert_bits_equal(grad, want, f"gradient of {label}", atol=atol)
     batch = summary(wide(x), want_means, behaviour, slot_dim, EPSILON)
-    for got, old, part in zip(given[:3], columns, batch, strict=False):
+    for got, old, part in zip(params[:3], columns, batch, strict=False):
         if behaviour == "gpu":
-            assert_equal(got.grad, None, f"gradient of a summary of {what}")
-            assert_bits_equal(got, wide(old) * decay + part, f"summary of {what}", atol=4 * atol)
+            assert_equal(got.grad, None, f"gradient of a summary of {label}")
+            assert_bits_equal(got, wide(old) * decay + part, f"summary of {label}", atol=4 * atol)
         else:
-            assert_bits_equal(got, old, f"summary of {what}")
+            assert_bits_equal(got, old, f"summary of {label}")
             assert got.grad is not None
-            assert_bits_equal(got.grad, part, f"summary of {what}", atol=4 * atol)
+            assert_bits_equal(got.grad, part, f"summary of {label}", atol=4 * atol)
     with torch.no_grad():
         again = [t.to(comm.device) for t in columns]
-        assert_bits_equal(data_norm(leaf, *again[:3], **{**how, **keywords(again, kind)}), y, what)
-    assert_equal(calls(comm) - before, 0, f"collectives of {what}")
+        assert_bits_equal(
+            data_norm(leaf, *again[:3], **{**kwargs, **keywords(again, kind)}), y, label
+        )
+    assert_equal(calls(comm) - before, 0, f"collectives of {label}")
 
 
 @runs_on("ranks")
@@ -164,15 +166,15 @@ def test_nothing_shown(comm: Any) -> None:
     columns = summaries(4, torch.float64)
     for shifts in (False, True):
         agrees(comm, x, columns, ("cpu", 2, shifts))
-    leaf, *given = leaves(comm, x, *columns[:3])
-    y = data_norm(leaf, *given, behaviour="cpu", slot_dim=2)
+    leaf, *stats = leaves(comm, x, *columns[:3])
+    y = data_norm(leaf, *stats, behaviour="cpu", slot_dim=2)
     y.sum().backward()
     assert_equal((y[:, :2] == 0).all().item(), True, "y where nothing is shown")
     assert_equal(
-        [g.grad[:2].tolist() for g in given if g.grad is not None], [[0.0, 0.0]] * 3, "summaries"
+        [g.grad[:2].tolist() for g in stats if g.grad is not None], [[0.0, 0.0]] * 3, "summaries"
     )
-    assert given[0].grad is not None
-    assert_equal(given[0].grad[2:].tolist(), [1.0, 1.0], "size where one row shows something")
+    assert stats[0].grad is not None
+    assert_equal(stats[0].grad[2:].tolist(), [1.0, 1.0], "size where one row shows something")
 
 
 def synchronised(comm: Any) -> None:
@@ -182,21 +184,21 @@ def synchronised(comm: Any) -> None:
             for calc in (True, False):
                 batches = [rows(r, (counts[r], 4), dtype) for r in range(comm.size)]
                 columns = summaries(4, dtype)
-                leaf, *given = leaves(comm, batches[comm.rank])[:1] + [
+                leaf, *stats = leaves(comm, batches[comm.rank])[:1] + [
                     column.to(comm.device).clone() for column in columns[:3]
                 ]
                 before = calls(comm)
-                how = {"sync_stats": True, "use_calc_stream": calc, "summary_decay_rate": 0.5}
-                y = data_norm(leaf, *given, **how)
+                kwargs = {"sync_stats": True, "use_calc_stream": calc, "summary_decay_rate": 0.5}
+                y = data_norm(leaf, *stats, **kwargs)
                 launched = calls(comm) - before
                 y.sum().backward()
-                what = f"{dtype} {counts}"
-                assert_equal((launched, calls(comm) - before), (0, 1), f"collectives of {what}")
+                label = f"{dtype} {counts}"
+                assert_equal((launched, calls(comm) - before), (0, 1), f"collectives of {label}")
                 wanted = [wide(c) for c in columns]
                 means = wanted[1] / wanted[0]
                 batch = sum(summary(wide(x), means, "gpu", -1, EPSILON) for x in batches)
-                for got, old, part in zip(given, wanted[:3], np.asarray(batch), strict=True):
-                    assert_bits_equal(got, old * 0.5 + part, f"summary of {what}", atol=8 * atol)
+                for got, old, part in zip(stats, wanted[:3], np.asarray(batch), strict=True):
+                    assert_bits_equal(got, old * 0.5 + part, f"summary of {label}", atol=8 * atol)
 
 
 def test_synchronised(ranks: Ranks) -> None:
@@ -212,12 +214,14 @@ def test_one_rank(comm: Any) -> None:
     """On a ring of one rank nothing is launched, and the batch is the whole."""
     ring = commlib.new_ring(80 + comm.rank, [comm.rank])
     assert ring is not None
-    found = []
-    for how in ({"sync_stats": True}, {}):
-        leaf, *given = leaves(comm, *[rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)])
-        data_norm(leaf, *given[:3], ring.ring_id, **how).sum().backward()
-        found.append([t.detach() for t in given])
-    for one, other in zip(*found, strict=True):
+    results = []
+    for kwargs in ({"sync_stats": True}, {}):
+        leaf, *params = leaves(
+            comm, *[rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)]
+        )
+        data_norm(leaf, *params[:3], ring.ring_id, **kwargs).sum().backward()
+        results.append([t.detach() for t in params])
+    for one, other in zip(*results, strict=True):
         assert_bits_equal(one, other, "alone")
 
 
@@ -227,39 +231,39 @@ def test_when_summaries_are_updated(comm: Any) -> None:
     x, *columns = (
         t.to(comm.device) for t in (rows(0, (4, 3), torch.float64), *summaries(3, torch.float64))
     )
-    how = {"summary_decay_rate": 0.5}
+    kwargs = {"summary_decay_rate": 0.5}
 
-    def state(given: Tensors) -> list[list[float]]:
-        return [t.tolist() for t in given]
+    def state(stats: Tensors) -> list[list[float]]:
+        return [t.tolist() for t in stats]
 
-    given = [c.clone() for c in columns[:3]]
-    untouched = state(given)
-    data_norm(x, *given, **how)
+    stats = [c.clone() for c in columns[:3]]
+    untouched = state(stats)
+    data_norm(x, *stats, **kwargs)
     with torch.no_grad():
-        data_norm(x.clone().requires_grad_(), *given, **how)
+        data_norm(x.clone().requires_grad_(), *stats, **kwargs)
     with torch.inference_mode():
-        data_norm(x, *given, **how)
-    y = data_norm(x.clone().requires_grad_(), *given, **how)
-    assert_equal(state(given), untouched, "before any backward")
+        data_norm(x, *stats, **kwargs)
+    y = data_norm(x.clone().requires_grad_(), *stats, **kwargs)
+    assert_equal(state(stats), untouched, "before any backward")
     y.sum().backward(retain_graph=True)
-    once = state(given)
+    once = state(stats)
     assert_equal(once == untouched, False, "a backward updates")
     y.sum().backward()
     means = columns[1] / columns[0]
     part = summary(wide(x), wide(means), "gpu", -1, EPSILON)
-    for got, old, add in zip(given, columns[:3], part, strict=True):
+    for got, old, add in zip(stats, columns[:3], part, strict=True):
         assert_bits_equal(got, (wide(old) * 0.5 + add) * 0.5 + add, "two backwards", atol=1e-12)
-    given = [c.clone() for c in columns[:3]]
+    stats = [c.clone() for c in columns[:3]]
     other = x * 2 + 1
-    first = data_norm(x.clone().requires_grad_(), *given, **how)
-    second = data_norm(other.clone().requires_grad_(), *given, **how)
+    first = data_norm(x.clone().requires_grad_(), *stats, **kwargs)
+    second = data_norm(other.clone().requires_grad_(), *stats, **kwargs)
     second.sum().backward()
     first.sum().backward()
     more = summary(wide(other), wide(means), "gpu", -1, EPSILON)
-    for got, old, b, a in zip(given, columns[:3], more, part, strict=True):
+    for got, old, b, a in zip(stats, columns[:3], more, part, strict=True):
         assert_bits_equal(got, (wide(old) * 0.5 + b) * 0.5 + a, "two forwards first", atol=1e-12)
     only = [c.clone().requires_grad_() for c in columns[:3]]
-    data_norm(x, *only, **how).sum().backward()
+    data_norm(x, *only, **kwargs).sum().backward()
     assert_equal([s.tolist() for s in only], once, "an x without gradient, summaries with one")
     assert_equal(copy.deepcopy([s.grad for s in only]), [None] * 3, "their gradients")
 
@@ -269,13 +273,13 @@ def test_failed_update(comm: Any) -> None:
     """A backward whose all-reduce fails leaves all three summaries as they are."""
     ring = commlib.new_ring(90, list(range(comm.size)))
     assert ring is not None
-    leaf, *given = leaves(comm, rows(0, (4, 3), torch.float32), *summaries(3, torch.float32)[:3])
-    y = data_norm(leaf, *given, 90, sync_stats=True)
-    before = [t.tolist() for t in given]
+    leaf, *stats = leaves(comm, rows(0, (4, 3), torch.float32), *summaries(3, torch.float32)[:3])
+    y = data_norm(leaf, *stats, 90, sync_stats=True)
+    before = [t.tolist() for t in stats]
     commlib.CommContextManager.instance().close(90)
     with raises(CommError, 90):
         y.sum().backward()
-    assert_equal([t.tolist() for t in given], before, "summaries")
+    assert_equal([t.tolist() for t in stats], before, "summaries")
 
 
 @runs_on("ranks")
@@ -308,13 +312,13 @@ def test_gradcheck(comm: Any) -> None:
 
         def body(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, kind: Any = kind) -> Any:
             fixed = [t.clone() for t in columns[:3]]
-            how = keywords([*fixed, w, b], kind)
-            return data_norm(x, *fixed, sync_stats=kind[0] == "gpu", **how)
+            kwargs = keywords([*fixed, w, b], kind)
+            return data_norm(x, *fixed, sync_stats=kind[0] == "gpu", **kwargs)
 
-        given = leaves(comm, x, *columns[3:])
+        inputs = leaves(comm, x, *columns[3:])
         if not kind[2]:
-            given[1:] = [t.detach() for t in given[1:]]
-        assert_equal(torch.autograd.gradcheck(body, given), True, kind)
+            inputs[1:] = [t.detach() for t in inputs[1:]]
+        assert_equal(torch.autograd.gradcheck(body, inputs), True, kind)
     x[::2, 2:4] = 0
     fixed = x.to(comm.device)
 
@@ -338,18 +342,18 @@ def test_registration(comm: Any) -> None:
     named = torch.ops.commlib
     for dtype in DTYPES:
         for behaviour, slot_dim, shifts in KINDS[:: len(KINDS) // 4]:
-            leaf, *given = leaves(comm, rows(0, (4, 6), dtype), *summaries(6, dtype))
-            columns = given if shifts else [*given[:3], None, None]
+            leaf, *params = leaves(comm, rows(0, (4, 6), dtype), *summaries(6, dtype))
+            columns = params if shifts else [*params[:3], None, None]
             gpu = behaviour == "gpu"
             for trains in (True, False):
-                how = (0, EPSILON, slot_dim, 0.5, gpu, gpu, trains, True)
+                args = (0, EPSILON, slot_dim, 0.5, gpu, gpu, trains, True)
                 checked = leaf if trains else leaf.detach()
                 rest = [g if trains or g is None else g.detach() for g in columns]
-                well_registered(named.data_norm.default, (checked, *rest, *how))
-    x, *given = (t.detach().to(comm.device) for t in (leaf, *summaries(6, dtype)))
-    well_registered(named.data_norm_grad.default, (x, given[0], x, *given[1:3], 2))
-    batch = torch.stack(given[:3])
-    well_registered(named.data_norm_update.default, (batch, *given[:3], 0, 0.5, True, True))
+                well_registered(named.data_norm.default, (checked, *rest, *args))
+    x, *params = (t.detach().to(comm.device) for t in (leaf, *summaries(6, dtype)))
+    well_registered(named.data_norm_grad.default, (x, params[0], x, *params[1:3], 2))
+    batch = torch.stack(params[:3])
+    well_registered(named.data_norm_update.default, (batch, *params[:3], 0, 0.5, True, True))
 
 
 SIZES = st.tuples(

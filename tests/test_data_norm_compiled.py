@@ -30,22 +30,22 @@ def stacked(x: torch.Tensor, columns: Tensors, **how: Any) -> Any:
 def ways(comm: Any, backend: str, dtype: torch.dtype, cases: list[Any]) -> None:
     """Compiled code, both streams: eager's bits in results, gradients and summaries."""
     for kind, sync, streams in cases:
-        found = []
+        results = []
         for call in (stacked, compile_whole(stacked, backend=backend)):
             for calc in streams:
-                how: dict[str, Any] = {"use_calc_stream": calc, "sync_stats": sync}
-                leaf, *given = leaves(comm, rows(comm.rank, (5, 6), dtype), *summaries(6, dtype))
+                kwargs: dict[str, Any] = {"use_calc_stream": calc, "sync_stats": sync}
+                leaf, *params = leaves(comm, rows(comm.rank, (5, 6), dtype), *summaries(6, dtype))
                 if kind[0] == "gpu":  # compiled, what is updated may not want a gradient
-                    given = [t.detach() for t in given]
+                    params = [t.detach() for t in params]
                 before = calls(comm)
                 for _ in range(2):
-                    y = call(leaf, given, **how, **keywords(given, kind))
+                    y = call(leaf, params, **kwargs, **keywords(params, kind))
                     y.sum().backward()
                 assert_equal(calls(comm) - before, 4 * sync, f"collectives {kind} {sync}")
-                grads = [t.grad for t in (leaf, *given) if t.grad is not None]
-                found.append([y, *given, *grads])
-        for others in found[1:]:
-            for other, first in zip(others, found[0], strict=True):
+                grads = [t.grad for t in (leaf, *params) if t.grad is not None]
+                results.append([y, *params, *grads])
+        for others in results[1:]:
+            for other, first in zip(others, results[0], strict=True):
                 assert_bits_equal(other, first, f"{dtype} {kind} sync_stats={sync}")
 
 
@@ -64,34 +64,34 @@ def test_generated_code(unified_ranks: Ranks) -> None:
 @runs_on("cpu_ranks")
 def test_compiled_refusal(comm: Any) -> None:
     """Not every torch can trace the update of a summary that wants a gradient."""
-    leaf, *given = leaves(comm, rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)[:3])
+    leaf, *stats = leaves(comm, rows(0, (4, 3), torch.float64), *summaries(3, torch.float64)[:3])
     with raises(Exception, "requires_grad_(False)"):  # some torch wraps errors of traced code
-        compile_whole(ops.data_norm)(leaf, *given)
+        compile_whole(ops.data_norm)(leaf, *stats)
 
 
 @runs_on("ranks", deadline=120)
 def test_compiled_sizes(comm: Any) -> None:
     """One graph for changing sizes and rates; under no_grad nothing is updated, nothing agreed."""
     compiled = compile_whole(ops.data_norm, dynamic=True)
-    given = [t.to(comm.device) for t in summaries(6, torch.float32)[:3]]
-    before, launched = [t.tolist() for t in given], calls(comm)
+    stats = [t.to(comm.device) for t in summaries(6, torch.float32)[:3]]
+    before, launched = [t.tolist() for t in stats], calls(comm)
     for count in (5, 8):
         x = rows(comm.rank, (count, 6), torch.float32).to(comm.device).requires_grad_()
         with torch.no_grad():
             if comm.rank == 0:  # one rank alone may evaluate
                 assert_bits_equal(
-                    compiled(x, *given, sync_stats=True),
-                    data_norm(x, *given, sync_stats=True),
+                    compiled(x, *stats, sync_stats=True),
+                    data_norm(x, *stats, sync_stats=True),
                     "compiled under no_grad",
                 )
         decay = 1 / count
-        y = compiled(x, *given, sync_stats=False, summary_decay_rate=decay)
+        y = compiled(x, *stats, sync_stats=False, summary_decay_rate=decay)
         y.sum().backward()
         want = [torch.tensor(b, device=comm.device) for b in before]
         data_norm(x.detach().requires_grad_(), *want, summary_decay_rate=decay).sum().backward()
-        for got, one in zip(given, want, strict=True):
+        for got, one in zip(stats, want, strict=True):
             assert_bits_equal(got, one, f"{count} rows, dynamic")
-        before = [t.tolist() for t in given]
+        before = [t.tolist() for t in stats]
     assert_equal(calls(comm), launched, "collectives")
 
 
@@ -99,14 +99,14 @@ def test_compiled_sizes(comm: Any) -> None:
 def test_two_compiled_forwards(comm: Any) -> None:
     """Two forwards of one graph before the first backward: torch refuses the second backward."""
     compiled = compile_whole(ops.data_norm)
-    given = [t.to(comm.device) for t in summaries(3, torch.float64)[:3]]
+    stats = [t.to(comm.device) for t in summaries(3, torch.float64)[:3]]
     batches = [rows(n, (4, 3), torch.float64).to(comm.device).requires_grad_() for n in range(2)]
-    first, second = (compiled(x, *given) for x in batches)
+    first, second = (compiled(x, *stats) for x in batches)
     first.sum().backward()
-    once = [t.tolist() for t in given]
+    once = [t.tolist() for t in stats]
     with raises(RuntimeError, "modified by an inplace operation"):
         second.sum().backward()
-    assert_equal([t.tolist() for t in given], once, "summaries after the refused backward")
+    assert_equal([t.tolist() for t in stats], once, "summaries after the refused backward")
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ def test_captured(comm: Any) -> None:
     kinds: list[Any] = [(KINDS[0], True), (KINDS[0], False), (KINDS[4], False)]
     for dtype in DTYPES:
         for kind, sync in kinds:
-            x, *given = leaves(comm, rows(0, (5, 6), dtype), *summaries(6, dtype))
-            how = {**keywords(given, kind), "sync_stats": sync}
-            leaf, *others = (t.detach().clone().requires_grad_() for t in (x, *given))
+            x, *params = leaves(comm, rows(0, (5, 6), dtype), *summaries(6, dtype))
+            kwargs = {**keywords(params, kind), "sync_stats": sync}
+            leaf, *others = (t.detach().clone().requires_grad_() for t in (x, *params))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                y = data_norm(x, *given[:3], **how)
+                y = data_norm(x, *params[:3], **kwargs)
                 y.sum().backward()
             for seed in range(3):
                 drawn = rows(comm.rank, (5, 6), dtype, seed).to(comm.device)
@@ -138,7 +138,7 @@ def test_captured(comm: Any) -> None:
                 want.sum().backward()
                 assert_bits_equal(y, want, f"{dtype} {kind}")
                 assert_bits_equal(x.grad, leaf.grad, f"gradient {dtype} {kind}")
-                for got, other in zip(given, others, strict=True):
+                for got, other in zip(params, others, strict=True):
                     assert_bits_equal(got, other, f"summaries {dtype} {kind}")
                     if other.grad is not None:
                         assert_bits_equal(got.grad, other.grad, f"their gradients {dtype} {kind}")

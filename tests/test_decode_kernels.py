@@ -62,9 +62,9 @@ class Case:
         """Return the step; it must be one that the kernels serve."""
         rotary = self.rotary if rotated else None
         positions = self.positions[:, None]
-        found = decode_attention(cache, self.width, positions, rotary, self.qkv)
-        assert isinstance(found, DecodeAttention), self.what
-        return found
+        step = decode_attention(cache, self.width, positions, rotary, self.qkv)
+        assert isinstance(step, DecodeAttention), self.what
+        return step
 
     def expected(self, rotated: bool) -> Array:
         """Return the formula in float64."""
@@ -108,8 +108,8 @@ def test_attention(ring: Any) -> None:
         for paged, rotated in ((False, True), (True, True), (True, False)):
             case = Case(ring.device, shape, dtype, paged)
             cache = case.cache()
-            found = case.attention(cache, rotated)(case.qkv, case.heads, 0)
-            near(found, case.expected(rotated), f"{case.what}, rotated {rotated}")
+            actual = case.attention(cache, rotated)(case.qkv, case.heads, 0)
+            near(actual, case.expected(rotated), f"{case.what}, rotated {rotated}")
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -121,8 +121,8 @@ def test_the_cache_afterwards(ring: Any) -> None:
         theirs = type(ours)(*([each.clone() for each in part] for part in (ours.keys, ours.values)),
                             *((ours.table,) if isinstance(ours, PagedCache) else ()))  # fmt: skip
         case.attention(ours, True)(case.qkv, case.heads, 0)
-        given = theirs, case.width, case.positions[:, None], case.rotary, case.qkv
-        prepare(*given, begins=False, kernels=False)(case.qkv, case.heads, 0)
+        args = theirs, case.width, case.positions[:, None], case.rotary, case.qkv
+        prepare(*args, begins=False, kernels=False)(case.qkv, case.heads, 0)
         assert_bits_equal(ours.values[0], theirs.values[0], f"values, paged {paged}")
         # One of the two may multiply and add at once: the last bit of a rotated number.
         apart = (ours.keys[0].float() - theirs.keys[0].float()).abs()
@@ -163,12 +163,12 @@ def test_linear(ring: Any) -> None:
         bias = torch.randn(outputs, device=ring.device, generator=draw).to(dtype)
         product = wide(x).astype("f8") @ wide(weight).astype("f8").T
         for shift in (None, bias):
-            found = dense.dense_linear(x, weight, shift)
+            actual = dense.dense_linear(x, weight, shift)
             added = product if shift is None else product + wide(shift).astype("f8")
-            near(found, added, f"{rows}, {outputs}, {inputs}, {dtype}")
+            near(actual, added, f"{rows}, {outputs}, {inputs}, {dtype}")
         if rows <= dense.MOST_ROWS:
             alone = dense.dense_linear(x[:1], weight, bias)
-            assert_bits_equal(alone, found[:1], f"{rows} rows: the first one alone")
+            assert_bits_equal(alone, actual[:1], f"{rows} rows: the first one alone")
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -181,10 +181,10 @@ def test_the_forms_of_a_linear_layer(ring: Any) -> None:
 
     captured, compiled = graph.capture(call, outputs="copy"), compile_whole(call)
     for turn in range(3):
-        given = x * (turn + 1)
-        eager = call(given)
-        assert_bits_equal(captured(given), eager, f"captured, turn {turn}")
-        assert_bits_equal(compiled(given), eager, f"compiled, turn {turn}")
+        scaled = x * (turn + 1)
+        eager = call(scaled)
+        assert_bits_equal(captured(scaled), eager, f"captured, turn {turn}")
+        assert_bits_equal(compiled(scaled), eager, f"compiled, turn {turn}")
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(call(leaf).sum(), leaf)
     assert_equal(bool(grad.abs().sum() > 0), True, "a gradient, by the torch operators")
@@ -197,6 +197,6 @@ def test_gated_silu(ring: Any) -> None:
         x = torch.randn(3, 2, 2 * 1500, device=ring.device).to(dtype)
         gate, inner = np.split(wide(x).astype("f8"), 2, -1)
         expected = gate / (1 + np.exp(-gate)) * inner
-        found = gated_silu(x)
-        worst = float(np.abs(wide(found) - expected).max() / np.abs(expected).max())
-        assert_equal((found.dtype, worst < near_by), (dtype, True), f"{dtype}: {worst}")
+        actual = gated_silu(x)
+        worst = float(np.abs(wide(actual) - expected).max() / np.abs(expected).max())
+        assert_equal((actual.dtype, worst < near_by), (dtype, True), f"{dtype}: {worst}")

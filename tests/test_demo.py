@@ -79,10 +79,10 @@ def test_one_wrong_bit_of_a_collective_is_named(reports: Reports, name: str, mod
     values = reports[mode]["operators"][name]["values"]
     values[-1] = np.nextafter(np.float32(float.fromhex(values[-1])), np.float32(9)).item().hex()
 
-    found = failures(reports)
+    errors = failures(reports)
 
-    assert found and all(failure.startswith(name) for failure in found)
-    assert any(mode.label in failure for failure in found)
+    assert errors and all(failure.startswith(name) for failure in errors)
+    assert any(mode.label in failure for failure in errors)
 
 
 def test_a_collective_that_is_wrong_everywhere_is_found(reports: Reports) -> None:

@@ -72,8 +72,8 @@ def test_a_report_that_is_half_written_is_not_read(before: list[int], backwards:
     """A read at any time of a copy finds all of a report or nothing, whichever end comes first."""
     record = Record(3, torch.device("cpu"), errors)
     record.note(torch.tensor(before))
-    found = record.read()
-    assert_equal(found, before[1:] if before[0] else None, "the report before")
+    report = record.read()
+    assert_equal(report, before[1:] if before[0] else None, "the report before")
     old = record.copy.clone()
     record.note(torch.tensor([1, 3, 4]))
     new = record.copy.clone()
@@ -108,11 +108,11 @@ class WhileRead:
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0]])
 def test_a_report_is_not_read_while_it_is_written(order: list[int]) -> None:
     """Whenever elements are written, a read finds one of the reports or none."""
-    random, found = Random(1), []
+    random, reports = Random(1), []
     for _ in range(2000):
         record = Record(3, torch.device("cpu"), errors)
         record._host = cast(Any, WhileRead(order, random))
-        found.append(record.read())
-    wrong = [one for one in found if one not in (None, [5, 6], [3, 4])]
+        reports.append(record.read())
+    wrong = [one for one in reports if one not in (None, [5, 6], [3, 4])]
     assert_equal(wrong, [], "parts of two reports")
-    assert_equal([one in found for one in (None, [5, 6])], [True, True], "both are met")
+    assert_equal([one in reports for one in (None, [5, 6])], [True, True], "both are met")

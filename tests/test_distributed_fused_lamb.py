@@ -88,18 +88,18 @@ def test_kernels(comm: Any) -> None:
     """The kernels of GPUs do what the torch operators do, with the same bits at each call."""
     for low, shards, skip in itertools.product((torch.float32, HALF, BRAIN), (1, 3), (False, True)):
         for rank, master in itertools.product(range(shards), (True, False)):
-            what = f"{low}, shard {rank} of {shards}, skip {skip}, master norms {master}"
-            how = (comm.device, low, shards, rank)
+            label = f"{low}, shard {rank} of {shards}, skip {skip}, master norms {master}"
+            args = (comm.device, low, shards, rank)
             plain, fused, again = (
-                stepped(runs, *how, skip, master) for runs in (False, True, True)
+                stepped(runs, *args, skip, master) for runs in (False, True, True)
             )
             for name in ("weights", "exp_avg", "exp_avg_sq"):
                 assert_bits_equal(
-                    getattr(fused, name), getattr(plain, name), f"{name} of {what}", atol=2e-6
+                    getattr(fused, name), getattr(plain, name), f"{name} of {label}", atol=2e-6
                 )
-                assert_bits_equal(getattr(again, name), getattr(fused, name), f"{name} of {what}")
+                assert_bits_equal(getattr(again, name), getattr(fused, name), f"{name} of {label}")
             if skip:
-                assert_equal(fused.exp_avg.any().item(), False, f"moments of {what}")
+                assert_equal(fused.exp_avg.any().item(), False, f"moments of {label}")
 
 
 def stepped(

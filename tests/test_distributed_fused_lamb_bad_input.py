@@ -41,9 +41,9 @@ def ones(comm: Any, *shape: int) -> torch.nn.Parameter:
 
 @runs_on("cpu_ranks")
 def test_settings(comm: Any) -> None:
-    for how, text in SETTINGS:
+    for kwargs, text in SETTINGS:
         with raises(ArgumentError, f"DistributedFusedLamb on ring 0 (rank {comm.rank}", text, ";"):
-            Lamb([ones(comm, 2, 2)], comm, **how)
+            Lamb([ones(comm, 2, 2)], comm, **kwargs)
     one = ones(comm, 2, 2)
     tied = torch.nn.Parameter(one.data)
     with warnings.catch_warnings():
@@ -66,30 +66,30 @@ def test_settings(comm: Any) -> None:
 @runs_on("ranks")
 def test_ranks_that_differ(comm: Any) -> None:
     """Rates, decays, groups and exclusions are compared over the ranks, as other settings are."""
-    own = comm.rank
+    rank = comm.rank
     one, other = ones(comm, 2), ones(comm, 3)
-    grouped = [{"params": [one]}, {"params": [other]}] if own else [{"params": [one, other]}]
-    for params, how, text in (
-        ([one, other], {"lr": 0.1 + own}, "lr of group 0: "),
-        ([one, other], {"lr": torch.tensor(0.1 + own)}, "lr of group 0: "),
-        ([one, other], {"weight_decay": 0.1 + own}, "weight_decay of group 0: "),
+    grouped = [{"params": [one]}, {"params": [other]}] if rank else [{"params": [one, other]}]
+    for params, kwargs, text in (
+        ([one, other], {"lr": 0.1 + rank}, "lr of group 0: "),
+        ([one, other], {"lr": torch.tensor(0.1 + rank)}, "lr of group 0: "),
+        ([one, other], {"weight_decay": 0.1 + rank}, "weight_decay of group 0: "),
         (grouped, {}, "number of parameter groups: 1 on ranks [0], 2 on ranks [1]"),
         (
             [one, other],
-            {"exclude_from_weight_decay": lambda p: bool(own)},
+            {"exclude_from_weight_decay": lambda p: bool(rank)},
             "parameters with weight decay: 2 on ranks [0], 0 on ranks [1]",
         ),
         (
             [one, other],
-            {"exclude_from_weight_decay": lambda p: len(p) == 2 + own},
+            {"exclude_from_weight_decay": lambda p: len(p) == 2 + rank},
             "hash of exclude_from_weight_decay's answers: ",
         ),
     ):
         with raises(ArgumentError, text, "expected the same on every rank"):
-            Lamb(params, comm, **how)
-    with raises(ArgumentError, "ValueError" if own else "invalid arguments on ranks [1]"):
-        Lamb([one], comm, exclude_from_weight_decay=failing if own else None)
-    rate = torch.tensor(0.1, device=comm.device) if own else 0.1
+            Lamb(params, comm, **kwargs)
+    with raises(ArgumentError, "ValueError" if rank else "invalid arguments on ranks [1]"):
+        Lamb([one], comm, exclude_from_weight_decay=failing if rank else None)
+    rate = torch.tensor(0.1, device=comm.device) if rank else 0.1
     Lamb([one, other], comm, lr=rate).step()
 
 
@@ -177,15 +177,15 @@ def test_scales_and_rates(comm: Any) -> None:
         weights = bits_of(params)
         for scale in (0.0, -1.0, float("nan"), float("inf")):
             give(case, params, comm.rank, 2)
-            own = scale if comm.rank == 1 else 2.0
-            made.grad_scale = torch.tensor(own, device=comm.device)
+            value = scale if comm.rank == 1 else 2.0
+            made.grad_scale = torch.tensor(value, device=comm.device)
             made.step()
             assert_equal(made.skipped.item(), True, f"scale {scale}")
         del made.grad_scale
         for rate in (float("nan"), -1.0, float("inf")):
             give(case, params, comm.rank, 2)
-            own = rate if comm.rank == 1 else 0.1
-            made.param_groups[0]["lr"] = torch.tensor(own, device=comm.device)
+            value = rate if comm.rank == 1 else 0.1
+            made.param_groups[0]["lr"] = torch.tensor(value, device=comm.device)
             made.step()
             assert_equal(made.skipped.item(), True, f"lr {rate}")
         give(case, params, comm.rank, 2)

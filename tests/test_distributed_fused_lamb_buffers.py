@@ -131,7 +131,7 @@ def test_gradients_at_construction(comm: Any) -> None:
 @runs_on("ranks")
 def test_channels_last(comm: Any) -> None:
     """Parameters in channels_last keep their strides, and have the values of contiguous ones."""
-    shapes, found = ((8, 3, 3, 3), (5, 7)), []
+    shapes, results = ((8, 3, 3, 3), (5, 7)), []
     for last in (False, True):
         weights = [(sample(0, shape, torch.float32) * 0.1).to(comm.device) for shape in shapes]
         if last:
@@ -146,8 +146,8 @@ def test_channels_last(comm: Any) -> None:
             made.step()
         assert_equal([param.stride() for param in params], strides, "strides")
         assert_equal([p.grad.stride() for p in params if p.grad is not None], strides, "gradients")
-        found.append((params, made.state_dict()))
-    (one, state), (other, moved) = found
+        results.append((params, made.state_dict()))
+    (one, state), (other, moved) = results
     for n in range(2):
         # The order of a norm's sum differs.
         assert_bits_equal(other[n], one[n].detach(), f"parameter {n}", atol=1e-7)

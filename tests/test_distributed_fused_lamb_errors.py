@@ -59,34 +59,34 @@ def wrong_settings(known: list[torch.Tensor]) -> list[Wrong]:
 @runs_on("ranks")
 def test_arguments(comm: Any, wrong: Callable[[list[torch.Tensor]], list[Wrong]]) -> None:
     """Arguments that every rank gets wrong; the ring stays usable."""
-    known = weights(torch.float32, device=comm.device)
-    place = f"DistributedFusedLamb on ring 0 (rank {comm.rank} of {comm.size}"
-    for error, params, how, text in wrong(known):
-        with raises(error, place, text, ";"):
-            Lamb(params, comm, **how)
+    valid = weights(torch.float32, device=comm.device)
+    prefix = f"DistributedFusedLamb on ring 0 (rank {comm.rank} of {comm.size}"
+    for error, params, kwargs, text in wrong(valid):
+        with raises(error, prefix, text, ";"):
+            Lamb(params, comm, **kwargs)
     with raises(RingError, str(ABSENT_RING)):
-        Lamb(known, ABSENT_RING)
-    assert_bits_equal(known[0], torch.ones(4), "parameters after errors")
-    Lamb(known, comm).step()
+        Lamb(valid, ABSENT_RING)
+    assert_bits_equal(valid[0], torch.ones(4), "parameters after errors")
+    Lamb(valid, comm).step()
 
 
 @runs_on("ranks")
 def test_ranks_that_differ(comm: Any) -> None:
     """What one rank alone gets wrong is an error on every rank."""
-    own = comm.rank
-    for how in ({"max_grad_norm": 1.0 + own}, {"betas": (0.5, 0.5 + own / 8)}):
+    rank = comm.rank
+    for kwargs in ({"max_grad_norm": 1.0 + rank}, {"betas": (0.5, 0.5 + rank / 8)}):
         with raises(ArgumentError, "on ranks [0]", "on ranks [1]", "expected the same"):
-            Lamb(weights(torch.float32, device=comm.device), comm, **how)
+            Lamb(weights(torch.float32, device=comm.device), comm, **kwargs)
     for params, text in (
-        (weights(*[torch.float32] * (1 + own), device=comm.device), "number of parameters: 1 on"),
-        ([torch.ones(2 + own, 6 // (2 + own), requires_grad=True)], "hash of the parameters"),
-        (weights(BRAIN if own else HALF, device=comm.device), "16-bit dtype of parameters"),
-        (weights(torch.float32 if own else HALF, device=comm.device), "16-bit dtype"),
+        (weights(*[torch.float32] * (1 + rank), device=comm.device), "number of parameters: 1 on"),
+        ([torch.ones(2 + rank, 6 // (2 + rank), requires_grad=True)], "hash of the parameters"),
+        (weights(BRAIN if rank else HALF, device=comm.device), "16-bit dtype of parameters"),
+        (weights(torch.float32 if rank else HALF, device=comm.device), "16-bit dtype"),
     ):
         with raises(ArgumentError, text, "expected the same on every rank"):
             Lamb([p.detach().to(comm.device).requires_grad_() for p in params], comm)
-    params = weights(torch.float64 if own else torch.float32, device=comm.device)
-    with raises(ArgumentError, "parameter 0 is" if own else "invalid arguments on ranks [1]"):
+    params = weights(torch.float64 if rank else torch.float32, device=comm.device)
+    with raises(ArgumentError, "parameter 0 is" if rank else "invalid arguments on ranks [1]"):
         Lamb(params, comm)
     Lamb(weights(torch.float32, device=comm.device), comm).step()
 
@@ -95,18 +95,18 @@ def test_ranks_that_differ(comm: Any) -> None:
 def test_rings(comm: Any) -> None:
     """Rings that do not divide the ranks."""
     mine = weights(torch.float32, device=comm.device)
-    own = commlib.new_ring(11 + comm.rank, [comm.rank])
+    solo_ring = commlib.new_ring(11 + comm.rank, [comm.rank])
     pair = commlib.new_ring(15, [0, 1])
     other = commlib.new_ring(16, [0, 2])
     parts = [ring for ring in (pair, other) if ring is not None]
     with raises(ArgumentError, "shard_ring is ring" if parts else "invalid arguments on ranks"):
         Lamb(mine, comm, shard_ring=parts[0] if parts else None)
     with raises(ArgumentError, f"cross_ring is ring {11 + comm.rank} of size 1", "product is 3"):
-        Lamb(mine, comm, shard_ring=own, cross_ring=own)
+        Lamb(mine, comm, shard_ring=solo_ring, cross_ring=solo_ring)
     if pair is not None:
         with raises(ArgumentError, "shard_ring is ring 0 of ranks [0, 1, 2]", "expected ranks"):
             Lamb(mine, pair, shard_ring=comm)
-    Lamb(mine, comm, shard_ring=own, cross_ring=comm).step()
+    Lamb(mine, comm, shard_ring=solo_ring, cross_ring=comm).step()
 
 
 @runs_on("ranks")

@@ -73,23 +73,23 @@ def test_loads(comm: Any) -> None:
     params = parameters(case, comm.device)
     made = optimizer(comm, case, params)
     train(case, made, params, comm.rank, 0, 2)
-    kept = copy.deepcopy(made.state_dict())
+    saved = copy.deepcopy(made.state_dict())
     for change, text in CHANGES:
-        wrong = change(copy.deepcopy(kept))
+        wrong = change(copy.deepcopy(saved))
         with raises(ArgumentError, "DistributedFusedLamb.load_state_dict on ring 0", text):
             made.load_state_dict(wrong)
         words = text if comm.rank == 1 else "invalid arguments on ranks [1]"
         with raises(ArgumentError, words):
-            made.load_state_dict(wrong if comm.rank == 1 else kept)
-        unchanged(made, kept)
-    later = copy.deepcopy(kept)
+            made.load_state_dict(wrong if comm.rank == 1 else saved)
+        unchanged(made, saved)
+    later = copy.deepcopy(saved)
     for values in later["state"].values():
         values["step"] += comm.rank
     with raises(ArgumentError, "number of updates: 2 on ranks [0], 3 on ranks [1]"):
         made.load_state_dict(later)
     with raises(ArgumentError, "lr of group 0: "):
-        made.load_state_dict(of_group(lr=0.5 + comm.rank)(copy.deepcopy(kept)))
-    unchanged(made, kept)
+        made.load_state_dict(of_group(lr=0.5 + comm.rank)(copy.deepcopy(saved)))
+    unchanged(made, saved)
 
 
 def unchanged(made: Any, kept: Any) -> None:

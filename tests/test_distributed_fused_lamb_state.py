@@ -115,9 +115,9 @@ def from_rank(comm: Any, state: Any, root: int) -> Any:
     """Return the state of rank ``root``."""
     for values in state["state"].values():
         for name, value in values.items():
-            here = value.to(comm.device)
-            comm.broadcast(here, here, root=root)
-            values[name] = here.cpu()
+            buf = value.to(comm.device)
+            comm.broadcast(buf, buf, root=root)
+            values[name] = buf.cpu()
     return state
 
 

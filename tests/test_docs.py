@@ -115,8 +115,8 @@ def test_the_tree_of_errors() -> None:
         above[depth] = name
         bases = [above[max(d for d in above if d < depth)]] if depth else []
         drawn.append((name, [*bases, *filter(None, others.split(", "))]))
-    found = {name: getattr(errors, name) for name in errors.__all__}
-    assert drawn == [(n, [base.__name__ for base in c.__bases__]) for n, c in declared(found)]
+    classes = {name: getattr(errors, name) for name in errors.__all__}
+    assert drawn == [(n, [base.__name__ for base in c.__bases__]) for n, c in declared(classes)]
 
 
 def declared(classes: dict[str, type]) -> list[tuple[str, type]]:

@@ -26,13 +26,13 @@ def functions() -> Iterator[tuple[str, Any]]:
 
 def checked() -> dict[str, Any]:
     """Return each function of commlib once, without its decorators."""
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name, public in functions():
         function = inspect.unwrap(public) if callable(public) else public
         module = getattr(function, "__module__", "") or ""
         if inspect.isfunction(function) and module.startswith("commlib"):
-            found.setdefault(function, name)
-    return {name: function for function, name in found.items()}
+            names.setdefault(function, name)
+    return {name: function for function, name in names.items()}
 
 
 def test_sections() -> None:

@@ -54,11 +54,11 @@ def short(comm: Any) -> None:
         for _ in range(3):
             call()
         # Of two traces the shorter one: one call in 1000 closes a window of the call log.
-        found = min((functions_of(call) for _ in range(2)), key=len)
-        listed = "\n".join(f"{file}: {function}" for file, function in found)
-        assert_equal(len(found) <= most, True, f"{name}, {len(found)} functions:\n{listed}")
-        assert_equal(len({file for file, _ in found}) <= files, True, f"{name}, files:\n{listed}")
-        assert_equal("launched" in {function for _, function in found}, True, listed)
+        called = min((functions_of(call) for _ in range(2)), key=len)
+        listed = "\n".join(f"{file}: {function}" for file, function in called)
+        assert_equal(len(called) <= most, True, f"{name}, {len(called)} functions:\n{listed}")
+        assert_equal(len({file for file, _ in called}) <= files, True, f"{name}, files:\n{listed}")
+        assert_equal("launched" in {function for _, function in called}, True, listed)
 
 
 def test_few_functions_run_in_an_eager_call(cpu_ranks: Ranks) -> None:
@@ -126,17 +126,17 @@ def test_a_part_in_its_place_is_plain(
     assert not is_plain(ring, x[:4], x.view(torch.int32), part=True)
     memory, plain = torch.ones(40), set()
     for size in (1, 2, 3, 4):
-        whole = memory[8 : 8 + 4 * size]
+        full = memory[8 : 8 + 4 * size]
         for rank in range(size):
             fake: Any = SimpleNamespace(
                 rank=rank, _device_number=ring._device_number, _engine=ring._engine
             )
             for start in range(8 + 4 * size):
                 part = memory[start : start + 4]
-                gathers = is_plain(fake, part, whole, part=True)
-                scatters = is_plain(fake, whole, part, part=True)
-                assert gathers == apart(whole, part, 4 * rank)
-                assert scatters == apart(part, whole, -4 * rank)
+                gathers = is_plain(fake, part, full, part=True)
+                scatters = is_plain(fake, full, part, part=True)
+                assert gathers == apart(full, part, 4 * rank)
+                assert scatters == apart(part, full, -4 * rank)
                 if gathers and start > 4:
                     plain.add((size, rank, start))
     assert plain == {(size, rank, 8 + 4 * rank) for size in (1, 2, 3, 4) for rank in range(size)}

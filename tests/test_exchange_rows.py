@@ -112,7 +112,7 @@ def test_streams_and_graphs(comm: Any) -> None:
     want, way = arrived(comm.rank, counts, every), routes(counts, comm.rank, back=False)
     x = every[comm.rank].to(comm.device)
     out, side = torch.zeros(want.shape, device=comm.device), torch.cuda.Stream(comm.device)
-    here = torch.cuda.default_stream(comm.device)
+    default = torch.cuda.default_stream(comm.device)
     comm._exchange_rows(out, x, way)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -125,7 +125,7 @@ def test_streams_and_graphs(comm: Any) -> None:
             graph.replay()
             torch.cuda.synchronize(comm.device)
         else:
-            first, then = (side, here) if turn % 3 == 1 else (here, side)
+            first, then = (side, default) if turn % 3 == 1 else (default, side)
             other = torch.zeros_like(out)
             with torch.cuda.stream(first):
                 comm._exchange_rows(out, x, way)

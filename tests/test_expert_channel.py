@@ -49,18 +49,18 @@ def check(
 ) -> None:
     """Compare a dispatch, the gradient of a combine and a combine with the definition."""
     back = width if back is None else back
-    rank, what = ring.rank, f"{dtype} {width} {back} {routing}"
+    rank, label = ring.rank, f"{dtype} {width} {back} {routing}"
     every = tokens_of(routing, width, dtype)
     kind = torch.int32 if width % 64 else torch.int64
     options = given(routing, ring, ring_id=ring.ring_id, ids=kind)
     sent = ops.expert_dispatch(every[rank].to(ring.device), **options)
     rows = rounded(routing.dispatched([wide(x) for x in every], rank), dtype)
-    assert_bits_equal(sent.rows, rows, f"rows {what}")
+    assert_bits_equal(sent.rows, rows, f"rows {label}")
     tables = routing.tables(rank)
     for name in ("positions", "sources", "demand"):
-        assert_bits_equal(getattr(sent.handle, name), tables[name], f"{name} {what}")
-    assert_bits_equal(sent.counts, tables["counts"], f"counts {what}")
-    assert_bits_equal(sent.handle.row_weights, routing.row_weights(rank), f"weights {what}")
+        assert_bits_equal(getattr(sent.handle, name), tables[name], f"{name} {label}")
+    assert_bits_equal(sent.counts, tables["counts"], f"counts {label}")
+    assert_bits_equal(sent.handle.row_weights, routing.row_weights(rank), f"weights {label}")
     shape = (routing.local, routing.capacity, back)
     ys = [sample(20 + r, shape, dtype) for r in range(ring.size)]
     grads = [sample(40 + r, (len(ids), back), dtype) for r, ids in enumerate(routing.ids)]
@@ -68,12 +68,12 @@ def check(
     for weighted in (True, False):
         out = ops.expert_combine(y, sent.handle, weighted=weighted)
         sums = routing.combined([wide(one) for one in ys], rank, weighted=weighted)
-        assert_bits_equal(out.detach(), rounded(sums, dtype), f"sums {weighted} {what}")
+        assert_bits_equal(out.detach(), rounded(sums, dtype), f"sums {weighted} {label}")
     (gradient,) = torch.autograd.grad(
         ops.expert_combine(y, sent.handle), y, grads[rank].to(ring.device)
     )
     expected = routing.gradient_of_y([wide(grad) for grad in grads], rank)
-    assert_bits_equal(gradient, rounded(expected, dtype), f"gradient {what}")
+    assert_bits_equal(gradient, rounded(expected, dtype), f"gradient {label}")
 
 
 @runs_on("gpu_ranks")
@@ -195,11 +195,11 @@ def test_the_plain_form_gives_the_same_bits(comm: Any) -> None:
         numbers = routing.num_experts, routing.capacity, routing.top_k, dtype, 256
         for quantize in (False, True):
             spec = ExpertSpec(*numbers, quantize=quantize, reports=False)
-            found, expected = (
+            actual, expected = (
                 form.dispatch(comm, x, choices, spec, True)
                 for form in (kernel_calls, plain_experts)
             )
-            for one, other in zip(flat(found), flat(expected), strict=True):
+            for one, other in zip(flat(actual), flat(expected), strict=True):
                 assert_bits_equal(one, other, f"{seed} {quantize} {routing}")
 
 

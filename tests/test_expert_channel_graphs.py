@@ -284,11 +284,11 @@ def changing_masks(comm: Any) -> None:
     with another(comm, 101) as ring:
         captured, every = Captured(ring, on_overflow="drop"), range(comm.size)
         masks = [tuple(rank != turn / 2 for rank in every) for turn in range(-1, 2 * comm.size - 1)]
-        given = [torch.tensor(mask, dtype=torch.uint8, device=ring.device) for mask in masks]
+        tensors = [torch.tensor(mask, dtype=torch.uint8, device=ring.device) for mask in masks]
         wrong = torch.zeros(150, dtype=torch.int64, device=ring.device)
         for turn in range(len(wrong)):
             number, seed = turn % len(masks), turn % 9  # every second replay has all ranks
-            captured.active.copy_(given[number])
+            captured.active.copy_(tensors[number])
             captured.replay(seed, masks[number])
             expected = captured.case(seed, masks[number]).expected
             wrong[turn] = differing_bytes(captured.results(), expected)

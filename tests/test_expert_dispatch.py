@@ -37,18 +37,18 @@ def checked(
     comm: Any, routing: Routing, dtype: torch.dtype = torch.float32, width: int = 16, **how: Any
 ) -> None:
     """Compare a dispatch and a combine with the definition, bit for bit."""
-    what = f"{dtype} {routing}"
+    label = f"{dtype} {routing}"
     every = tokens_of(routing, width, dtype)
     sent = ops.expert_dispatch(every[comm.rank].to(comm.device), **given(routing, comm, **how))
     tables = routing.tables(comm.rank)
     rows = rounded(routing.dispatched([wide(x) for x in every], comm.rank), dtype)
-    assert_bits_equal(sent.rows, rows, f"rows {what}")
+    assert_bits_equal(sent.rows, rows, f"rows {label}")
     assert_equal(sent.scales, None, "scales")
     handle = sent.handle
     for name in ("positions", "sources", "demand"):
-        assert_bits_equal(getattr(handle, name), tables[name], f"{name} {what}")
-    assert_bits_equal(sent.counts, tables["counts"], f"counts {what}")
-    assert_bits_equal(handle.row_weights, routing.row_weights(comm.rank), f"weights {what}")
+        assert_bits_equal(getattr(handle, name), tables[name], f"{name} {label}")
+    assert_bits_equal(sent.counts, tables["counts"], f"counts {label}")
+    assert_bits_equal(handle.row_weights, routing.row_weights(comm.rank), f"weights {label}")
     ys = results_for(routing, width + 3, dtype)
     options = {name: how[name] for name in how if name == "use_calc_stream"}
     for weighted in (True, False):
@@ -56,10 +56,10 @@ def checked(
             ys[comm.rank].to(comm.device), handle, weighted=weighted, **options
         )
         expected = routing.combined([wide(y) for y in ys], comm.rank, weighted=weighted)
-        assert_bits_equal(out, rounded(expected, dtype), f"combined {weighted} {what}")
+        assert_bits_equal(out, rounded(expected, dtype), f"combined {weighted} {label}")
         exact = routing.combined([wide(y).astype("f8") for y in ys], comm.rank, weighted=weighted)
         apart = float(np.abs(wide(out) - exact).max(initial=0))
-        assert_equal(apart < 40 * torch.finfo(dtype).eps, True, f"{apart} from float64 {what}")
+        assert_equal(apart < 40 * torch.finfo(dtype).eps, True, f"{apart} from float64 {label}")
 
 
 def values(comm: Any, seeds: range) -> None:
@@ -89,12 +89,12 @@ def gradients_of_one(ring: Any, routing: Routing, dtype: torch.dtype) -> None:
     x, weights = x.to(ring.device).requires_grad_(), arguments["weights"].requires_grad_()
     sent = ops.expert_dispatch(x, **arguments)
     ops.expert_combine(sent.rows, sent.handle).backward(grad.to(ring.device))
-    grads, what = [wide(grad)], f"{dtype} {routing}"
+    grads, label = [wide(grad)], f"{dtype} {routing}"
     of_rows = rounded(routing.gradient_of_y(grads, 0), dtype)
     expected = routing.combined([wide(of_rows)], 0, weighted=False)
-    assert_bits_equal(x.grad, rounded(expected, dtype), f"gradient of x {what}")
+    assert_bits_equal(x.grad, rounded(expected, dtype), f"gradient of x {label}")
     expected = routing.gradient_of_weights(grads, [wide(sent.rows)], 0).astype("f4")
-    assert_bits_equal(weights.grad, expected, f"gradient of weights {what}", atol=2e-5)
+    assert_bits_equal(weights.grad, expected, f"gradient of weights {label}", atol=2e-5)
 
 
 @runs_on("ranks")
@@ -151,8 +151,8 @@ def test_one_choice_without_weights(comm: Any) -> None:
     ids = given(routing, comm)["expert_ids"][:, 0]
     sent = ops.expert_dispatch(x, ids, routing.num_experts, 9)
     assert_equal(sent.handle.weights, None, "weights")
-    kept = torch.where(sent.handle.positions >= 0, x, 0.0)
-    assert_bits_equal(ops.expert_combine(sent.rows, sent.handle), kept, "sent and returned")
+    expected = torch.where(sent.handle.positions >= 0, x, 0.0)
+    assert_bits_equal(ops.expert_combine(sent.rows, sent.handle), expected, "sent and returned")
     used = (sent.handle.sources[:, 0] >= 0).float()
     assert_bits_equal(sent.handle.row_weights, used, "weights of rows")
 

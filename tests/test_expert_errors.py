@@ -141,13 +141,13 @@ OTHER: list[tuple[type[Exception], dict[str, list[Any]], tuple[str, ...]]] = [
 ]
 
 
-def dispatched(comm: Any, ring_id: int, **how: Any) -> Any:
+def dispatched(comm: Any, ring_id: int, **kwargs: Any) -> Any:
     """Dispatch with numbers of this test; ``how`` has other ones."""
-    how = {"num_experts": 3, "capacity": 20, "top_k": 2, "width": 128, **how}
-    ids = torch.zeros((TOKENS, how.pop("top_k")), dtype=torch.int64, device=comm.device)
-    dtype, width = how.pop("dtype", torch.float32), how.pop("width")
+    kwargs = {"num_experts": 3, "capacity": 20, "top_k": 2, "width": 128, **kwargs}
+    ids = torch.zeros((TOKENS, kwargs.pop("top_k")), dtype=torch.int64, device=comm.device)
+    dtype, width = kwargs.pop("dtype", torch.float32), kwargs.pop("width")
     x = torch.ones((TOKENS, width), dtype=dtype, device=comm.device)
-    return ops.expert_dispatch(x, ids, ring_id=ring_id, **how)
+    return ops.expert_dispatch(x, ids, ring_id=ring_id, **kwargs)
 
 
 @runs_on("ranks")
@@ -155,8 +155,8 @@ def test_ranks_with_other_numbers(comm: Any) -> None:
     """Each rank gets the error from its first such call, and nothing is launched."""
     with another(comm, 102) as ring:
         before = calls(ring)
-        for error, how, words in OTHER:
-            mine = {name: values[comm.rank] for name, values in how.items()}
+        for error, options, words in OTHER:
+            mine = {name: values[comm.rank] for name, values in options.items()}
             for _ in range(2):
                 with raises(error, "expert_dispatch on ring 102", *words):
                     dispatched(comm, 102, **mine)

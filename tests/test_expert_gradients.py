@@ -110,12 +110,12 @@ def test_saved_tensors_are_read_once(comm: Any) -> None:
         arguments = arguments_of(comm, routing)
         expected = gradients(run(*arguments), arguments)
         again = checkpoint(run, *arguments, use_reentrant=False)
-        for found, want in zip(gradients(again, arguments), expected, strict=True):
-            assert_bits_equal(found, want, f"checkpoint, weighted={weighted}")
+        for actual, want in zip(gradients(again, arguments), expected, strict=True):
+            assert_bits_equal(actual, want, f"checkpoint, weighted={weighted}")
         with torch.autograd.graph.saved_tensors_hooks(lambda x: [x], lambda held: held.pop()):
             out = run(*arguments)
-        for found, want in zip(gradients(out, arguments), expected, strict=True):
-            assert_bits_equal(found, want, f"hooks, weighted={weighted}")
+        for actual, want in zip(gradients(out, arguments), expected, strict=True):
+            assert_bits_equal(actual, want, f"hooks, weighted={weighted}")
 
 
 @runs_on("ranks")
@@ -123,7 +123,7 @@ def test_a_layer_is_the_same_on_one_rank(comm: Any) -> None:
     """Experts over several ranks train as torch operators on all tokens of one process do."""
     routing = random_routing(comm.size, 21, tokens=[6, 3], top_k=2, num_experts=4, capacity=9)
     arguments = arguments_of(comm, routing)
-    found = gradients(layer(*arguments), arguments)
+    actual = gradients(layer(*arguments), arguments)
     every = [leaf(x, comm) for x in tokens_of(routing, WIDTH, torch.float32)]
     scales = [sample(r, (routing.local, 1, WIDTH), torch.float32) for r in range(comm.size)]
     all_scales = torch.cat(scales)[:, 0].to(comm.device).requires_grad_()
@@ -135,27 +135,27 @@ def test_a_layer_is_the_same_on_one_rank(comm: Any) -> None:
         y = torch.tanh(x[:, None] * all_scales[chosen.clamp(0, routing.num_experts - 1)])
         outs.append((torch.where(valid, weight, 0.0)[..., None] * y).sum(1))
     torch.stack([out.square().sum() for out in outs]).sum().backward()
-    own = slice(comm.rank * routing.local, (comm.rank + 1) * routing.local)
+    span = slice(comm.rank * routing.local, (comm.rank + 1) * routing.local)
     assert all_scales.grad is not None
     expected = (
         outs[comm.rank].detach(),
-        *(every[comm.rank].grad, weights[comm.rank].grad, all_scales.grad[own, None]),
+        *(every[comm.rank].grad, weights[comm.rank].grad, all_scales.grad[span, None]),
     )
-    for name, one, other in zip(("out", "x", "weights", "scale"), found, expected, strict=True):
+    for name, one, other in zip(("out", "x", "weights", "scale"), actual, expected, strict=True):
         assert other is not None
         assert_bits_equal(one.detach(), other.cpu(), name, atol=2e-5)
 
 
 def compiled(comm: Any, backend: str) -> None:
     """One graph for any choices; results and gradients are eager's, bit for bit."""
-    whole = compile_whole(layer, backend=backend)
+    compiled_fn = compile_whole(layer, backend=backend)
     for seed in range(3):
         routing = random_routing(
             comm.size, 30 + seed, tokens=[4 + seed] * 2, top_k=2, num_experts=5, capacity=3
         )
         arguments = arguments_of(comm, routing, seed)
         pairs = zip(
-            gradients(whole(*arguments), arguments),
+            gradients(compiled_fn(*arguments), arguments),
             gradients(layer(*arguments), arguments),
             strict=True,
         )
@@ -240,6 +240,6 @@ def test_a_gradient_on_another_ring(comm: Any) -> None:
     x = leaf(tokens_of(routing, WIDTH, torch.float32)[ring.rank], comm)
     sent = ops.expert_dispatch(x, **made)
     ops.expert_combine(sent.rows, sent.handle).sum().backward()
-    kept = torch.where(sent.handle.positions >= 0, made["weights"], 0.0).sum(1, keepdim=True)
-    assert_bits_equal(x.grad, kept.expand(x.shape).contiguous(), "gradient", atol=1e-6)
+    expected = torch.where(sent.handle.positions >= 0, made["weights"], 0.0).sum(1, keepdim=True)
+    assert_bits_equal(x.grad, expected.expand(x.shape).contiguous(), "gradient", atol=1e-6)
     commlib.close_ring(90)

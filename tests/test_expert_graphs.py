@@ -76,8 +76,8 @@ def test_a_captured_layer(comm: Any) -> None:
     captured = graph.capture(layer.__call__, outputs="copy")
     with torch.no_grad():
         for seed in range(12):
-            given = batch(comm, seed)
-            compare(captured(*given), layer(*given), f"replay {seed}")
+            inputs = batch(comm, seed)
+            compare(captured(*inputs), layer(*inputs), f"replay {seed}")
     check_replays(captured, 11)  # the first call captures
 
 
@@ -87,8 +87,8 @@ def test_a_captured_step(comm: Any) -> None:
     layer = Layer(comm)
     captured = graph.capture(layer.step, outputs="copy")
     for seed in range(12):
-        given = batch(comm, seed)
-        compare(captured(*given), layer.step(*given), f"replay {seed}")
+        inputs = batch(comm, seed)
+        compare(captured(*inputs), layer.step(*inputs), f"replay {seed}")
     check_replays(captured, 11)
 
 
@@ -103,13 +103,13 @@ def test_a_captured_forward_with_its_backward(comm: Any) -> None:
     captured = graph.capture(result)
     for seed in range(6):
         x, ids, weights = batch(comm, seed)
-        found = []
+        results = []
         for call in (captured, result):
             leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
             out = call(leaves[0], ids, leaves[1])
             grads = torch.autograd.grad(out.square().sum(), (*leaves, layer.experts))
-            found.append([grad.clone() for grad in grads])
-        compare(*found, f"gradients {seed}")
+            results.append([grad.clone() for grad in grads])
+        compare(*results, f"gradients {seed}")
     check_replays(captured, 5)
 
 
@@ -120,16 +120,16 @@ def test_many_replays(comm: Any) -> None:
     Inputs and results of eager steps are on the device before, so no replay waits for the host.
     """
     layer, batches = Layer(comm), [batch(comm, seed) for seed in range(20)]
-    expected = [layer.step(*given) for given in batches]
-    given = batch(comm, 0)
+    expected = [layer.step(*inputs) for inputs in batches]
+    inputs = batch(comm, 0)
     recorded, before = torch.cuda.CUDAGraph(), calls(comm)
     with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
-        out = layer.step(*given)
+        out = layer.step(*inputs)
     launched, replays = calls(comm), 200
     wrong = torch.zeros(replays, dtype=torch.int64, device=comm.device)
     for turn in range(replays):
         seed = turn * 7 % len(batches)
-        for static, fresh in zip(given, batches[seed], strict=True):
+        for static, fresh in zip(inputs, batches[seed], strict=True):
             static.copy_(fresh)
         recorded.replay()
         wrong[turn] = differing_bytes(out, expected[seed])
@@ -149,11 +149,11 @@ def masks(comm: Any) -> None:
         for seed in range(9):
             active = torch.ones(comm.size, dtype=torch.uint8, device=comm.device)
             active[seed % comm.size] = seed % 2
-            given = *batch(comm, seed), active
-            found, expected = captured(*given), layer(*given)
-            compare(found, expected, f"replay {seed}")
+            inputs = *batch(comm, seed), active
+            actual, expected = captured(*inputs), layer(*inputs)
+            compare(actual, expected, f"replay {seed}")
             if not active[comm.rank]:
-                assert_equal(float(found[0].abs().sum()), 0.0, f"result {seed}")
+                assert_equal(float(actual[0].abs().sum()), 0.0, f"result {seed}")
     check_replays(captured, 8)
 
 

@@ -30,12 +30,12 @@ def test_a_gradient_on_one_rank(comm: Any) -> None:
     """A rank that goes back alone says that the others have no gradient."""
     for ring_id, first in ((108, False), (109, True)):  # whether all ranks went back before
         with another(comm, ring_id, timeout=4) as ring:
-            given = {**tensors(comm), "ring_id": ring_id}
+            kwargs = {**tensors(comm), "ring_id": ring_id}
             for _ in range(first):
-                x = given["x"].clone().requires_grad_()
-                ops.expert_dispatch(**{**given, "x": x}).rows.sum().backward()
-            x = given["x"].clone().requires_grad_(comm.rank == 0)
-            sent = ops.expert_dispatch(**{**given, "x": x})
+                x = kwargs["x"].clone().requires_grad_()
+                ops.expert_dispatch(**{**kwargs, "x": x}).rows.sum().backward()
+            x = kwargs["x"].clone().requires_grad_(comm.rank == 0)
+            sent = ops.expert_dispatch(**{**kwargs, "x": x})
             if comm.rank == 0:
                 with raises(CommError, "the backward of expert_dispatch", *SAME):
                     sent.rows.sum().backward()

@@ -105,8 +105,8 @@ def _no_wait_for_a_free_slot(patch: pytest.MonkeyPatch) -> None:
 
 def _calls_before_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
     def is_free(self: Block, to: int, index: int, last: Any) -> int:
-        place = self.word("freed", to, index)
-        return READY if last is None or self.rank.memory.get(place) == last else to
+        slot = self.word("freed", to, index)
+        return READY if last is None or self.rank.memory.get(slot) == last else to
 
     patch.setattr(Block, "is_free", is_free)
 

@@ -23,10 +23,10 @@ def graph_of(stream: torch.cuda.Stream, call: Callable[[], Any]) -> torch.cuda.C
     """Capture a call by hand, on a stream."""
     call()
     torch.cuda.synchronize()
-    found = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(found, stream=stream, capture_error_mode="thread_local"):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         call()
-    return found
+    return graph
 
 
 def assert_same(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -82,9 +82,9 @@ def test_experts_between_other_rings(
         exchange.result.zero_()
         torch.cuda.synchronize()
         comm.exchange([])
-        for place, i in enumerate([*first, 0, *last]):
+        for position, i in enumerate([*first, 0, *last]):
             with torch.cuda.stream(streams[i]):
-                torch.cuda._sleep(1 + STEP * place)
+                torch.cuda._sleep(1 + STEP * position)
                 graphs[i].replay()
         torch.cuda.synchronize()
         for ring in (comm, *rings):

@@ -35,8 +35,8 @@ Model = Callable[[torch.Tensor], Any]
 
 def saved(factory: pytest.TempPathFactory, worker_id: str, device: str) -> Path:
     """Return the directory of the programs, which one of the workers has saved."""
-    own = factory.getbasetemp()
-    directory = (own if worker_id == "master" else own.parent) / f"exported_{device}"
+    base = factory.getbasetemp()
+    directory = (base if worker_id == "master" else base.parent) / f"exported_{device}"
     with FileLock(f"{directory}.lock"):
         if not directory.exists():
             more = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
@@ -193,13 +193,13 @@ class Branching(torch.nn.Module):
     """A sum in one branch, a maximum in the other."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.cond(
+        output: torch.Tensor = torch.cond(
             x.sum() > 0,
             lambda x: ops.all_reduce(x, op="sum"),
             lambda x: ops.all_reduce(x, op="max"),
             (x,),
         )
-        return found
+        return output
 
 
 class InContext(torch.nn.Module):
@@ -309,9 +309,9 @@ def recording(ring: Any, files: Path) -> None:
     reverse = commlib.new_ring(REVERSED, [1, 0])
     with raises(ArgumentError, "unrecorded.pt2", "commlib.export"):
         export.load(files / "unrecorded.pt2")
-    kept: dict[str, Any] = {}
-    one = export.load(files / "every.pt2", extra_files=kept)
-    assert_equal(kept, {"note": "kept"}, "other files of the archive")
+    extras: dict[str, Any] = {}
+    one = export.load(files / "every.pt2", extra_files=extras)
+    assert_equal(extras, {"note": "kept"}, "other files of the archive")
     assert reverse is not None
     reverse.close()
     commlib.close_ring(REVERSED)

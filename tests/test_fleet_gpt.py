@@ -20,13 +20,13 @@ Weights = dict[str, torch.Tensor]
 
 def gathered(ring: Any, model: fleet_gpt.GPT) -> Weights:
     """Return the whole weights."""
-    whole = {}
+    full = {}
     for name, part in model.named_parameters():
         every = torch.empty((ring.size, *part.shape), device=ring.device)
         ring.all_gather(every, part.detach())
         axis = getattr(part, "split_axis", None)
-        whole[name] = every[0] if axis is None else torch.cat(every.unbind(0), axis)
-    return whole
+        full[name] = every[0] if axis is None else torch.cat(every.unbind(0), axis)
+    return full
 
 
 def reference(w: Weights, ids: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ def test_the_model(ring: Any) -> None:
         (text,) = fleet_gpt.batches(1, 0, ring.device)
         with torch.no_grad():
             logits, want = model(text[:, :-1]), reference(gathered(ring, model), text[:, :-1])
-        own = want.chunk(2, -1)[ring.rank].contiguous()
-        assert_bits_equal(logits, own, "logits", atol=1e-4)
+        shard = want.chunk(2, -1)[ring.rank].contiguous()
+        assert_bits_equal(logits, shard, "logits", atol=1e-4)
         again = fleet_gpt.train(4)
         assert_equal(again[-1] < again[0], True, f"the loss falls: {again}")
 

@@ -34,10 +34,12 @@ def two_by_two(comm: Any, quick: bool) -> None:
     fsdp_tp.make_rings(2)
     split = untrained_loss()
     with torch._inductor.config.patch({QUICK: True} if quick else {}):
-        found = fsdp_tp.compare(STEPS, SIZES)
-    assert_equal(found.differing, [], "steps with another bit")
-    assert_equal(found.copied, found.batch, "bytes copied per replay: the batch, and no parameter")
-    (row,) = [row for row in found.report if "compiled code" in row["function"]]
+        result = fsdp_tp.compare(STEPS, SIZES)
+    assert_equal(result.differing, [], "steps with another bit")
+    assert_equal(
+        result.copied, result.batch, "bytes copied per replay: the batch, and no parameter"
+    )
+    (row,) = [row for row in result.report if "compiled code" in row["function"]]
     kinds = {text.split()[0] for text in row["collectives"]}
     assert_equal(kinds, {"all_gather", "reduce_scatter", "all_reduce"}, "collectives in the graphs")
     assert_equal((row["replays"], row["segments"]), (STEPS - 1, 2), "replays")

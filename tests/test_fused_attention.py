@@ -25,13 +25,13 @@ def values(comm: Any) -> None:
     for dtype in NEAR:
         for before in (False, True):
             case = Case(comm, dtype)
-            given = case.tensors()
+            inputs = case.tensors()
             start = calls(comm)
-            y = attention(**given, pre_layer_norm=before, num_heads=case.heads)
+            y = attention(**inputs, pre_layer_norm=before, num_heads=case.heads)
             assert_equal(calls(comm) - start, 1, "collectives of the forward")
             y.backward(case.on_device(case.grad))
             assert_equal(calls(comm) - start, 2, "collectives with the backward")
-            grads = {name: case.gradient(name, t) for name, t in given.items()}
+            grads = {name: case.gradient(name, t) for name, t in inputs.items()}
             case.check(y.detach(), grads, f"{dtype}, before={before}", before=before)
 
 
@@ -49,8 +49,8 @@ def test_options(comm: Any) -> None:
     for before, names in ((True, FEW), (False, (*FEW, "ln_weight")), (True, (*FEW, "qkv_bias"))):
         case = Case(comm, names=names)
         case.check(*case.run(case.tensors(), pre_layer_norm=before), f"{names}", before=before)
-        found = case.run(case.tensors(), pre_layer_norm=before, add_residual=False)
-        case.check(*found, f"{names}, no residual", before=before, add_residual=False)
+        results = case.run(case.tensors(), pre_layer_norm=before, add_residual=False)
+        case.check(*results, f"{names}, no residual", before=before, add_residual=False)
 
 
 @runs_on("ranks")
@@ -72,10 +72,10 @@ def test_masks(comm: Any) -> None:
         "bool, causal": ({"attn_mask": as_bool, "is_causal": True}, from_bools + CAUSAL),
         "float, causal": ({"attn_mask": as_float, "is_causal": True}, numbers + CAUSAL),
     }
-    for what, (how, allowed) in cases.items():
-        case.check(*case.run(case.tensors(), **how), what, before=False, allowed=allowed)
-        explicit = case.run(case.tensors(), **how, attn_dropout_rate=1e-12)  # no kernel of torch
-        case.check(*explicit, f"{what}, explicit", before=False, allowed=allowed)
+    for label, (kwargs, allowed) in cases.items():
+        case.check(*case.run(case.tensors(), **kwargs), label, before=False, allowed=allowed)
+        explicit = case.run(case.tensors(), **kwargs, attn_dropout_rate=1e-12)  # no kernel of torch
+        case.check(*explicit, f"{label}, explicit", before=False, allowed=allowed)
 
 
 def sizes_agree(comm: Any) -> None:
@@ -83,20 +83,20 @@ def sizes_agree(comm: Any) -> None:
     case = Case(comm)
     alone = commlib.new_ring(50 + comm.rank, [comm.ranks[comm.rank]])
     assert alone is not None
-    for how in ({}, {"dropout_rate": 0.3, "attn_dropout_rate": 0.4}):
-        found = []
+    for kwargs in ({}, {"dropout_rate": 0.3, "attn_dropout_rate": 0.4}):
+        results = []
         for ring, size in ((-1, 1), (alone, 1), (0, comm.size)):
             torch.manual_seed(7)
             before = calls(comm)
             rank = comm.rank if size > 1 else 0
-            y, grads = case.run(case.tensors(rank, size), ring_id=ring, **how)
+            y, grads = case.run(case.tensors(rank, size), ring_id=ring, **kwargs)
             assert_equal(calls(comm) - before, 2 if size > 1 else 0, "collectives")
-            found.append((y, grads))
-        for y, grads in found[1:]:
-            assert_bits_equal(y, found[0][0], f"{how}: result", atol=1e-10)
-            assert_bits_equal(grads["x"], found[0][1]["x"], f"{how}: gradient", atol=1e-9)
-        if not how:
-            case.check(*found[0], "one rank", size=1, before=False)
+            results.append((y, grads))
+        for y, grads in results[1:]:
+            assert_bits_equal(y, results[0][0], f"{kwargs}: result", atol=1e-10)
+            assert_bits_equal(grads["x"], results[0][1]["x"], f"{kwargs}: gradient", atol=1e-9)
+        if not kwargs:
+            case.check(*results[0], "one rank", size=1, before=False)
     alone.close()
 
 
@@ -119,8 +119,8 @@ def seen_masks(comm: Any, rate: float, tokens: int, **how: Any) -> tuple[Array, 
     x = torch.eye(tokens, width, dtype=torch.float64)[None].to(comm.device)
     qkv_weight = x.new_zeros(3, 2, tokens, width)
     qkv_weight[2] = torch.eye(tokens, width, dtype=x.dtype)
-    own = slice(comm.rank * 2 * tokens, (comm.rank + 1) * 2 * tokens)
-    linear_weight = torch.eye(width, dtype=x.dtype).to(comm.device)[own]
+    rows = slice(comm.rank * 2 * tokens, (comm.rank + 1) * 2 * tokens)
+    linear_weight = torch.eye(width, dtype=x.dtype).to(comm.device)[rows]
     norm: dict[str, Any] = {"pre_layer_norm": True, "ln_eps": 0.0, "add_residual": False}
     raw = [qkv_weight, linear_weight]
     # The norm of one-hot rows is affine in them: two values, which the weights take back.
@@ -135,8 +135,8 @@ def seen_masks(comm: Any, rate: float, tokens: int, **how: Any) -> tuple[Array, 
     probabilities = attention(x, *raw, **norm, attn_dropout_rate=rate, **how) * tokens
     mine = probabilities.view(tokens, size, 2, tokens)[:, comm.rank]
     assert_equal(probabilities.shape, (1, tokens, width), "shape")
-    found = (output, mine.permute(1, 0, 2))
-    return tuple(np.round(mask.cpu().numpy(), 9) for mask in found)
+    masks = (output, mine.permute(1, 0, 2))
+    return tuple(np.round(mask.cpu().numpy(), 9) for mask in masks)
 
 
 @runs_on("ranks")
@@ -150,11 +150,11 @@ def test_dropout_masks(comm: Any) -> None:
     again = seen_masks(comm, rate, tokens)
     repeated = [np.array_equal(*pair) for pair in zip((output, mine), again, strict=True)]
     assert_equal(repeated, [True, True], "the same masks with the same seed")
-    for what, mask in (("output", output), ("probabilities", mine)):
+    for label, mask in (("output", output), ("probabilities", mine)):
         values_of = sorted(set(mask.ravel()))
-        assert_equal(values_of, [0.0, round(1 / (1 - rate), 9)], f"{what}: factors")
+        assert_equal(values_of, [0.0, round(1 / (1 - rate), 9)], f"{label}: factors")
         share, spread = (mask == 0).mean(), np.sqrt(rate * (1 - rate) / mask.size)
-        assert_equal(abs(share - rate) < 5 * spread, True, f"{what}: share {share} of {mask.size}")
+        assert_equal(abs(share - rate) < 5 * spread, True, f"{label}: share {share} of {mask.size}")
     packed = [int.from_bytes(np.packbits(m != 0).tobytes()[:7]) for m in (output, mine)]
     rows = comm.exchange(packed)
     assert_equal(len({row[0] for row in rows}), 1, "masks of the output over the ranks")
@@ -170,29 +170,29 @@ def test_dropout_masks(comm: Any) -> None:
 @runs_on("ranks")
 def test_generators_compared(comm: Any) -> None:
     """FLAGS_comm_check=2 finds generators that differ, on every rank, before any launch."""
-    case, how = Case(comm), {"dropout_rate": 0.5}
+    case, kwargs = Case(comm), {"dropout_rate": 0.5}
     with commlib.flags.override("FLAGS_comm_check", 2):
         ring = commlib.new_ring(61, range(comm.size))
     assert ring is not None
     torch.manual_seed(comm.rank)
     before = calls(ring)
     with raises(ArgumentError, "state of the default generator", "ranks [0]", "ranks [1]"):
-        case.run(case.tensors(), ring_id=ring, **how)
+        case.run(case.tensors(), ring_id=ring, **kwargs)
     assert_equal(calls(ring), before, "collectives")
-    case.run(case.tensors(), ring_id=ring, **how, training=False)
+    case.run(case.tensors(), ring_id=ring, **kwargs, training=False)
     torch.manual_seed(0)
-    case.run(case.tensors(), ring_id=ring, **how)
+    case.run(case.tensors(), ring_id=ring, **kwargs)
     ring.close()
 
 
 @runs_on("ranks")
 def test_dropout_conventions(comm: Any) -> None:
     """The other convention: unscaled in training, scaled in inference; rates 0 and 1."""
-    how = {"upscale_in_train": False}
+    kwargs = {"upscale_in_train": False}
     torch.manual_seed(3)
-    for mask in seen_masks(comm, 0.25, 8, **how):
+    for mask in seen_masks(comm, 0.25, 8, **kwargs):
         assert_equal(sorted(set(mask.ravel())), [0.0, 1.0], "training")
-    for mask in seen_masks(comm, 0.25, 8, training=False, **how):
+    for mask in seen_masks(comm, 0.25, 8, training=False, **kwargs):
         assert_equal(sorted(set(mask.ravel())), [0.75], "inference")
     for mask in seen_masks(comm, 0.25, 8, training=False):
         assert_equal(sorted(set(mask.ravel())), [1.0], "inference, scaled in training")
@@ -204,16 +204,16 @@ def test_dropout_conventions(comm: Any) -> None:
 def test_dropout_gradients(comm: Any) -> None:
     """Gradients see the masks of the forward: those that the same seed gives."""
     case, rate = Case(comm), 0.3
-    how = {"dropout_rate": rate, "attn_dropout_rate": rate}
+    kwargs = {"dropout_rate": rate, "attn_dropout_rate": rate}
     torch.manual_seed(11)
-    whole = torch.empty(BATCH, HEADS, TOKENS, TOKENS, dtype=torch.bool, device=comm.device)
-    keep_attn = whole.bernoulli_(1 - rate).cpu().numpy() / (1 - rate)
+    mask = torch.empty(BATCH, HEADS, TOKENS, TOKENS, dtype=torch.bool, device=comm.device)
+    keep_attn = mask.bernoulli_(1 - rate).cpu().numpy() / (1 - rate)
     ones = torch.ones(BATCH, TOKENS, WIDTH, dtype=torch.float64, device=comm.device)
     keep = torch.nn.functional.dropout(ones, rate).cpu().numpy()
     for before in (False, True):
         torch.manual_seed(11)
-        found = case.run(case.tensors(), pre_layer_norm=before, **how)
-        case.check(*found, f"before={before}", before=before, keep=keep, keep_attn=keep_attn)
+        results = case.run(case.tensors(), pre_layer_norm=before, **kwargs)
+        case.check(*results, f"before={before}", before=before, keep=keep, keep_attn=keep_attn)
 
 
 @contextlib.contextmanager
@@ -232,8 +232,8 @@ def test_refused_rings_and_heads(comm: Any) -> None:
     with wrong_calls(comm) as (plain, call):
         with raises(RingError, ABSENT_RING):
             call(ring_id=ABSENT_RING)
-        given = f"num_heads={HEADS + 1}"
-        with raises(ShapeError, f"rank {comm.rank}", given, f"the ring's size {comm.size}"):
+        text = f"num_heads={HEADS + 1}"
+        with raises(ShapeError, f"rank {comm.rank}", text, f"the ring's size {comm.size}"):
             call(num_heads=HEADS + 1)
         with raises(ShapeError, f"qkv_weight has {heads} heads; expected {2 * heads}", "num_heads"):
             call(num_heads=2 * HEADS)
@@ -257,8 +257,8 @@ def test_refused_tensors(comm: Any) -> None:
             "ln_bias": (x.new_zeros(0), f"({WIDTH},)"),
         }
         for name, (wrong, expected) in shapes.items():
-            given = f"{name} has shape {tuple(wrong.shape)}; expected {expected}"
-            with raises(ShapeError, rank, "ring 0", given):
+            text = f"{name} has shape {tuple(wrong.shape)}; expected {expected}"
+            with raises(ShapeError, rank, "ring 0", text):
                 call(**{name: wrong})
             with raises(DtypeError, rank, f"{name} is torch.float16", f"pass {name}.to("):
                 call(**{name: plain[name].half()})

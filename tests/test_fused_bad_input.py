@@ -31,10 +31,10 @@ def test_empty_batches(ring: Any) -> None:
             for batch, tokens, parts in ((0, 3, 2), (2, 0, 2), (2, 3, 0)):
                 x = ones(ring, batch, tokens, WIDTH)
                 weights = ones(ring, 3, parts, DIM, WIDTH), ones(ring, parts * DIM, WIDTH)
-                how: Any = {"pre_layer_norm": before, "training": True}
-                y = Attention(x, *weights, ring, attn_dropout_rate=drops, is_causal=True, **how)
+                kwargs: Any = {"pre_layer_norm": before, "training": True}
+                y = Attention(x, *weights, ring, attn_dropout_rate=drops, is_causal=True, **kwargs)
                 units = ones(ring, WIDTH, parts), ones(ring, parts, WIDTH)
-                z = FeedForward(x, *units, ring, dropout1_rate=drops, dropout2_rate=drops, **how)
+                z = FeedForward(x, *units, ring, dropout1_rate=drops, dropout2_rate=drops, **kwargs)
                 for result in (y, z):
                     assert_equal(tuple(result.shape), (batch, tokens, WIDTH), "shape")
                     assert_equal(bool(result.isfinite().all()), True, "finite")
@@ -75,10 +75,10 @@ def test_layers_and_caches(ring: Any) -> None:
     x = case.x[:, :2].to(ring.device)
     made = [*case.layers]
 
-    def wrong(text: str, given: Any = made, memory: Any = cache, **how: Any) -> None:
-        how = {"config": case.config, **how}
+    def wrong(text: str, given: Any = made, memory: Any = cache, **kwargs: Any) -> None:
+        kwargs = {"config": case.config, **kwargs}
         with raises(ArgumentError, "fused_multi_transformer", text):
-            Layers(x, given, memory, ring, **how)
+            Layers(x, given, memory, ring, **kwargs)
 
     wrong("config is NoneType; expected a DecoderConfig; pass config=", config=None)
     wrong("layers is NoneType; expected a list of DecoderLayer; pass list(layers)", None)

@@ -68,10 +68,10 @@ class Case:
 
     def run(self, **how: Any) -> tuple[torch.Tensor, Torches]:
         """Return the result and all gradients."""
-        given = self.tensors()
-        y = feedforward(**given, **how)
-        found = torch.autograd.grad(y, list(given.values()), self.on_device(self.grad))
-        return y.detach(), dict(zip(given, found, strict=True))
+        inputs = self.tensors()
+        y = feedforward(**inputs, **how)
+        grads = torch.autograd.grad(y, list(inputs.values()), self.on_device(self.grad))
+        return y.detach(), dict(zip(inputs, grads, strict=True))
 
     def check(
         self, found: tuple[torch.Tensor, Torches], what: str, activation: str = "relu", **how: Any
@@ -97,12 +97,12 @@ def values(comm: Any) -> None:
         case = Case(comm, dtype)
         for before, activation in ((False, "gelu"), (True, "relu")):
             start = calls(comm)
-            found = case.run(pre_layer_norm=before, activation=activation)
+            results = case.run(pre_layer_norm=before, activation=activation)
             assert_equal(calls(comm) - start, 2, "collectives")
             start = calls(comm)
             feedforward(**case.tensors(), pre_layer_norm=before)
             assert_equal(calls(comm) - start, 1, "collectives of the forward")
-            case.check(found, f"{dtype}, {activation}", activation, before=before)
+            case.check(results, f"{dtype}, {activation}", activation, before=before)
 
 
 def test_values(ranks: Ranks) -> None:
@@ -120,8 +120,8 @@ def test_options(comm: Any) -> None:
     for before in (False, True):
         case = Case(comm, names=few)
         case.check(case.run(pre_layer_norm=before), f"{before}", before=before)
-        found = case.run(pre_layer_norm=before, add_residual=False)
-        case.check(found, f"{before}, no residual", before=before, add_residual=False)
+        results = case.run(pre_layer_norm=before, add_residual=False)
+        case.check(results, f"{before}, no residual", before=before, add_residual=False)
         start, alone = calls(comm), Case(comm, size=1)
         alone.check(alone.run(pre_layer_norm=before, ring_id=-1), "one rank", before=before)
         assert_equal(calls(comm), start, "collectives of one rank")
@@ -142,8 +142,8 @@ def test_dropout(comm: Any) -> None:
     )
     for case, ring in ((Case(comm), 0), (Case(comm, size=1), -1)):
         torch.manual_seed(4)
-        found = case.run(**rates, ring_id=ring)
-        case.check(found, f"ring {ring}", before=False, keep=keep, keep_units=keep_units)
+        results = case.run(**rates, ring_id=ring)
+        case.check(results, f"ring {ring}", before=False, keep=keep, keep_units=keep_units)
         plain = case.run(**rates, ring_id=ring, training=False)
         case.check(plain, f"ring {ring}, inference", before=False)
         scaled = case.run(**rates, ring_id=ring, training=False, upscale_in_train=False)
@@ -154,27 +154,27 @@ def test_dropout(comm: Any) -> None:
 def test_every_form(comm: Any) -> None:
     """Compiled and captured code gives eager's values and gradients; so does autocast nearly."""
     case = Case(comm, torch.float32)
-    given, grad = case.tensors(), case.on_device(case.grad)
-    names = list(given)
+    inputs, grad = case.tensors(), case.on_device(case.grad)
+    names = list(inputs)
 
     def body(*tensors: torch.Tensor) -> Any:
         named = dict(zip(names, tensors, strict=True))
         return feedforward(**named, pre_layer_norm=True, activation="gelu")
 
     def found(call: Any) -> list[torch.Tensor]:
-        y = call(*given.values())
-        return [y.detach().clone(), *torch.autograd.grad(y, list(given.values()), grad)]
+        y = call(*inputs.values())
+        return [y.detach().clone(), *torch.autograd.grad(y, list(inputs.values()), grad)]
 
     want = found(body)
     replayed = graph.capture(body, verify=False)
-    for what, call in (("compiled", compile_whole(body)), ("captured", replayed)):
+    for label, call in (("compiled", compile_whole(body)), ("captured", replayed)):
         for _ in range(3):
             before = calls(comm)
             for one, other in zip(found(call), want, strict=True):
-                assert_bits_equal(one, other, what, atol=1e-5)
+                assert_bits_equal(one, other, label, atol=1e-5)
             count = calls(comm) - before
-        by_host = 0 if what == "captured" and on_gpu(comm) else 2
-        assert_equal(count, by_host, f"calls from the host, {what}")
+        by_host = 0 if label == "captured" and on_gpu(comm) else 2
+        assert_equal(count, by_host, f"calls from the host, {label}")
     (row,) = graph.report(replayed)
     assert_equal(len(row["collectives"]), 2, "collectives of the graphs")
     with torch.autocast(comm.device.type, torch.bfloat16):
@@ -200,10 +200,10 @@ def test_refusals(comm: Any) -> None:
     wrong = {"linear1_weight": x.new_zeros(WIDTH + 1, units)}
     wrong["linear2_weight"] = x.new_zeros(UNITS, WIDTH)  # of all ranks
     for name, shape in expected.items():
-        given = wrong.get(name, x.new_zeros(1))
-        text = f"{name} has shape {tuple(given.shape)}; expected {shape}"
+        tensor = wrong.get(name, x.new_zeros(1))
+        text = f"{name} has shape {tuple(tensor.shape)}; expected {shape}"
         with raises(ShapeError, f"rank {comm.rank}", "ring 0", text):
-            call(**{name: given})
+            call(**{name: tensor})
         with raises(DtypeError, f"{name} is torch.float16", "torch.autocast"):
             call(**{name: plain[name].half()})
     with raises(ShapeError, "linear1_weight has shape", "[width, units]"):

@@ -45,16 +45,16 @@ def values(ring: Any, kind: str, dtype: torch.dtype) -> None:
     """A prefill, a step of several tokens and steps of one, contiguous and paged."""
     case = Case(ring, kind, dtype)
     expected = case.expected()
-    found: dict[Any, list[torch.Tensor]] = {}
+    outputs: dict[Any, list[torch.Tensor]] = {}
     for make in (contiguous, paged):
-        cache, given = case.cache(make), case.x.clone()
+        cache, original = case.cache(make), case.x.clone()
         before = calls(ring)
         spans = [(0, 3), (3, 5), (5, 6), (6, 7)]
-        found[make] = [case.call(cache, *span) for span in spans]
+        outputs[make] = [case.call(cache, *span) for span in spans]
         assert_equal(calls(ring) - before, 2 * LAYERS * len(spans), f"{case.what}: collectives")
-        case.near(torch.cat(found[make], 1), expected, make.__name__)
-        assert_bits_equal(case.x, given, f"{case.what}: x afterwards")
-    for one, other in zip(found[contiguous], found[paged], strict=True):
+        case.near(torch.cat(outputs[make], 1), expected, make.__name__)
+        assert_bits_equal(case.x, original, f"{case.what}: x afterwards")
+    for one, other in zip(outputs[contiguous], outputs[paged], strict=True):
         assert_bits_equal(other, one, f"{case.what}: paged")
     steps = case.cache()
     stepped = [case.call(steps, at, at + 1) for at in range(TOKENS)]
@@ -90,17 +90,17 @@ def test_one_rank(ring: Any, kind: str) -> None:
 def test_each_sequence_has_its_position(ring: Any) -> None:
     """Sequences at several positions in one call; a smaller batch than the cache has."""
     case = Case(ring)
-    cache, whole = case.cache(paged), wide(case.call(case.cache(), 0, TOKENS)).astype("f8")
+    cache, full = case.cache(paged), wide(case.call(case.cache(), 0, TOKENS)).astype("f8")
     for first, end in ((0, 2), (2, 4)):
         case.call(cache, first, end)
     starts = torch.tensor([2, 4, 3], device=ring.device)
-    given = torch.stack([case.x[row, at : at + 2] for row, at in enumerate(starts.tolist())])
+    inputs = torch.stack([case.x[row, at : at + 2] for row, at in enumerate(starts.tolist())])
     for start in (starts, starts.int()):
         y = case.call(cache, 0, 2, start=start)
-        assert_equal(y.shape, given.shape, "shape")
-    case.x[:, :2] = given
+        assert_equal(y.shape, inputs.shape, "shape")
+    case.x[:, :2] = inputs
     y = case.call(cache, 0, 2, start=starts)
-    expected = np.stack([whole[row, at : at + 2] for row, at in enumerate(starts.tolist())])
+    expected = np.stack([full[row, at : at + 2] for row, at in enumerate(starts.tolist())])
     case.near(y, expected, "starts")
     case.x = case.x[:2]
     case.near(case.call(cache, 0, 2, start=starts[:2]), expected[:2], "two sequences")
@@ -118,21 +118,21 @@ def test_captured(ring: Any, make: Any, form: tuple[str, torch.dtype]) -> None:
     case = Case(ring, *form)
     device = ring.device
     eager, fast = case.cache(make), case.cache(make)
-    how: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "config": case.config,
         "rotary": tables(case.config, device=device),
         "final_norm": case.final_norm.to(device),  # type: ignore[union-attr]
     }
 
     def step(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        return ops.fused_multi_transformer(x, case.layers, fast, start=start, **how)
+        return ops.fused_multi_transformer(x, case.layers, fast, start=start, **kwargs)
 
     decode = graph.capture(step)
     for batch in (1, 2, 3):
         for at in range(TOKENS):
             x = case.x[:batch, at : at + 1].to(device)
             start = torch.full((batch,), at, device=device)
-            expected = ops.fused_multi_transformer(x, case.layers, eager, start=start, **how)
+            expected = ops.fused_multi_transformer(x, case.layers, eager, start=start, **kwargs)
             assert_bits_equal(decode(x, start).clone(), expected, f"batch {batch}, token {at}")
     for one, other in zip((*fast.keys, *fast.values), (*eager.keys, *eager.values), strict=True):
         used = slice(0, -1) if make is paged else slice(None)
@@ -143,7 +143,7 @@ def test_captured(ring: Any, make: Any, form: tuple[str, torch.dtype]) -> None:
     y = decode(x, starts).clone()
     assert_equal(y.isnan().all(-1).view(-1).tolist(), [False, True, False], "rows that are NaN")
     unchecked = ops.fused_multi_transformer(
-        x, case.layers, eager, start=starts, check_positions=False, **how
+        x, case.layers, eager, start=starts, check_positions=False, **kwargs
     )
     assert_bits_equal(unchecked, y, "eager without checks")
     decode.reset()
@@ -197,9 +197,9 @@ def test_pages() -> None:
 def test_quantize(dtype: torch.dtype) -> None:
     weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     weight[3] = 0
-    found = quantize(weight, dtype)
-    assert (found.values.dtype, found.scales.dtype, found.shape) == (dtype, torch.float32, (5, 64))
-    again = found.values.double() * found.scales.double()[:, None]
+    quant = quantize(weight, dtype)
+    assert (quant.values.dtype, quant.scales.dtype, quant.shape) == (dtype, torch.float32, (5, 64))
+    again = quant.values.double() * quant.scales.double()[:, None]
     largest = weight.abs().amax(1)
     step = largest / 127 / 2 if dtype is torch.int8 else largest / 16  # half a step of each
     assert ((again - weight).abs() <= step[:, None] * 1.001).all()
@@ -330,9 +330,9 @@ def test_refused_caches(ring: Any) -> None:
         call(ShapeError, text, x=long)
         mixed = ContiguousCache(cache.keys, tuple(v.double() for v in cache.values))
         call(DtypeError, "cache.values[0] is torch.float64; expected torch.float32", cache=mixed)
-        how: dict[str, Any] = {"layers": 2, "sequences": 3, "capacity": 12, "ranks": 2}
+        kwargs: dict[str, Any] = {"layers": 2, "sequences": 3, "capacity": 12, "ranks": 2}
         other = ContiguousCache.zeros(
-            replace(CONFIG, kv_heads=4), **how, dtype=torch.float32, device=ring.device
+            replace(CONFIG, kv_heads=4), **kwargs, dtype=torch.float32, device=ring.device
         )
         text = "cache.keys[0] has shape (3, 12, 2, 8); expected (3, 12, 1, 8)"
         call(ShapeError, text, cache=other)

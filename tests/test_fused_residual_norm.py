@@ -41,8 +41,8 @@ class Case:
         self.torch: dict[str, torch.Tensor] = {}
         self.numpy: dict[str, Array] = {}
         for name, values in draw(rows + width, {**vectors, **tensors}).items():
-            own = torch.float32 if wide and name.startswith("ln_") else dtype
-            rounded = torch.from_numpy(values).to(own)
+            to_dtype = torch.float32 if wide and name.startswith("ln_") else dtype
+            rounded = torch.from_numpy(values).to(to_dtype)
             self.numpy[name] = rounded.double().numpy()
             self.torch[name] = rounded.to(comm.device).requires_grad_()
 
@@ -62,8 +62,8 @@ def seen_mask(comm: Any, rows: int, width: int, rate: float, seed: int) -> Array
     """Return the mask that a seed gives: True where an element is kept."""
     torch.manual_seed(seed)
     ones = torch.ones(rows, width, device=comm.device)
-    kept: Array = residual_norm(ones, None, Dropout(rate), None, NO_NORM).cpu().numpy() != 0
-    return kept
+    mask: Array = residual_norm(ones, None, Dropout(rate), None, NO_NORM).cpu().numpy() != 0
+    return mask
 
 
 @runs_on("gpu_ranks", deadline=240)
@@ -75,28 +75,30 @@ def test_last_step(comm: Any) -> None:
         if (rows, width) != USUAL and not (normed and rate):
             continue
         case = Case(comm, rows, width, dtype, wide=normed and width == 1000)
-        what = f"{case.what}, normed={normed}, rate={rate}"
+        label = f"{case.what}, normed={normed}, rate={rate}"
         x, bias, residual, grad = (case.numpy[n] for n in ("x", "bias", "residual", "grad"))
         keep = seen_mask(comm, rows, width, rate, 3) / (1 - rate) if rate else np.ones_like(x)
         torch.manual_seed(3)
         tensors = case.torch["x"], case.torch["bias"], Dropout(rate), case.torch["residual"]
-        assert_equal(has_kernels(case.torch["x"]), True, what)
+        assert_equal(has_kernels(case.torch["x"]), True, label)
         y = residual_norm(*tensors, case.norm(not normed))
         total = residual + keep * (x + bias)
         want: dict[str, Array] = {}
         if normed:  # of the rounded sum
             norm = Norm(case.numpy)
             total = torch.from_numpy(total).to(dtype).double().numpy()
-            near(y, norm.forward(total[None])[0], what, *NEAR[dtype])
+            near(y, norm.forward(total[None])[0], label, *NEAR[dtype])
             want["residual"] = norm.backward(grad[None], want)[0]
         else:
-            near(y, total, what, *NEAR[dtype])
+            near(y, total, label, *NEAR[dtype])
             want["residual"] = grad
         want |= {"x": want["residual"] * keep, "bias": (want["residual"] * keep).sum(0)}
-        assert_equal(y.dtype, dtype, what)
+        assert_equal(y.dtype, dtype, label)
         leaves = (*names, "ln_weight", "ln_bias") if normed else names
-        found = torch.autograd.grad(y, [case.torch[n] for n in leaves], case.torch["grad"].detach())
-        case.check(what, leaves, found, want)
+        actual = torch.autograd.grad(
+            y, [case.torch[n] for n in leaves], case.torch["grad"].detach()
+        )
+        case.check(label, leaves, actual, want)
 
 
 @runs_on("gpu_ranks", deadline=240)
@@ -114,8 +116,8 @@ def test_norm_before_the_block(comm: Any) -> None:
             want["x"] = by_x
             grads = [case.torch[n].detach() for n in ("grad", "added")][: len(outputs)]
             leaves = [case.torch[n] for n in names]
-            found = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
-            case.check(case.what, names, found, want)
+            actual = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+            case.check(case.what, names, actual, want)
 
 
 @runs_on("gpu_ranks")
@@ -128,18 +130,18 @@ def test_masks(comm: Any) -> None:
     )
     ranks = comm.exchange([int.from_bytes(np.packbits(mask[i])[:7].tobytes()) for i in range(8)])
     assert_equal(len({tuple(row) for row in ranks}), 1, "masks over the ranks")
-    for what, dropped, size in (
+    for label, dropped, size in (
         ("all", 1 - mask.mean(), mask.size),
         ("rows", 1 - mask.mean(1), width),
         ("columns", 1 - mask.mean(0), rows),
     ):
         far = float(np.abs(dropped - rate).max())
-        assert_equal(far < 6 * np.sqrt(rate * (1 - rate) / size), True, f"{what}: {far} off")
+        assert_equal(far < 6 * np.sqrt(rate * (1 - rate) / size), True, f"{label}: {far} off")
     by_chance = rate**2 + (1 - rate) ** 2
     pairs = {"two seeds": (mask, other), "two columns": (mask[:, 1:], mask[:, :-1])}
     pairs["two rows"] = (mask[1:], mask[:-1])
-    for what, (one, two) in pairs.items():
-        assert_equal(abs((one == two).mean() - by_chance) < 0.005, True, what)
+    for label, (one, two) in pairs.items():
+        assert_equal(abs((one == two).mean() - by_chance) < 0.005, True, label)
     bias = torch.zeros(width, device=comm.device, requires_grad=True)
     torch.manual_seed(1)
     y = residual_norm(torch.ones(rows, width).to(bias), bias, Dropout(rate), None, NO_NORM)
@@ -178,14 +180,14 @@ def test_what_the_kernels_do_not_support(comm: Any) -> None:
     """Other dtypes and wider rows are left to torch; a gradient of the gradient is an error."""
     x = torch.ones(2, 40, device=comm.device, requires_grad=True)
     assert_equal(has_kernels(x, None, x.bfloat16()), True, "two dtypes")
-    for what, tensors in {
+    for label, tensors in {
         "float64": (x, x.double()),
         "empty rows": (x[:, :0],),
         "no rows": (x[:0],),
         "wide rows": (x.new_ones(1, 2**15 + 1),),
         "on a CPU": (x.cpu(),),
     }.items():
-        assert_equal(has_kernels(*tensors), False, what)
+        assert_equal(has_kernels(*tensors), False, label)
 
     def transformed(factor: torch.Tensor) -> torch.Tensor:
         assert_equal(has_kernels(x), False, "inside a transform")

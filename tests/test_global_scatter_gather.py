@@ -62,16 +62,16 @@ def scattered(arrays: list[Array], counts: Counts, rank: int) -> Array:
 
 
 def inputs(counts: Counts, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [sample(r, (sum(map(sum, own)), width), dtype) for r, own in enumerate(counts)]
+    return [sample(r, (sum(map(sum, splits)), width), dtype) for r, splits in enumerate(counts)]
 
 
 @runs_on("ranks")
 def test_the_known_vector(comm: Any) -> None:
     x = torch.arange(1.0, 11.0, device=comm.device).view(5, 2)
     mine = own_counts(comm, KNOWN)
-    there = ops.global_scatter(x, **mine)
+    received = ops.global_scatter(x, **mine)
     rows = [[1, 2, 1, 3, 2], [4, 3, 4, 5, 5]][comm.rank]
-    assert_bits_equal(there, torch.stack([x[row - 1] for row in rows]).cpu(), "scattered")
+    assert_bits_equal(received, torch.stack([x[row - 1] for row in rows]).cpu(), "scattered")
     rows = [[1, 2, 4, 1, 4], [3, 5, 2, 3, 5]][comm.rank]
     assert_bits_equal(
         ops.global_gather(x, **mine), torch.stack([x[row - 1] for row in rows]).cpu(), "gathered"
@@ -83,10 +83,10 @@ def both_ways(comm: Any, counts: Counts, width: int, dtype: torch.dtype, **how: 
     x = laid_out(every[comm.rank], how.pop("layout", "contiguous"), comm.device)
     want = from_bits(scattered([bits(x) for x in every], counts, comm.rank), dtype)
     mine = own_counts(comm, counts, how.pop("device", "cpu"))
-    there = ops.global_scatter(x, **mine, **how)
-    assert_bits_equal(there, want, f"scattered {dtype} {how}")
+    received = ops.global_scatter(x, **mine, **how)
+    assert_bits_equal(received, want, f"scattered {dtype} {how}")
     assert_bits_equal(
-        ops.global_gather(there, **mine, **how), every[comm.rank], f"and back {dtype} {how}"
+        ops.global_gather(received, **mine, **how), every[comm.rank], f"and back {dtype} {how}"
     )
 
 
@@ -132,16 +132,16 @@ def test_gradients(comm: Any) -> None:
         out.backward(out.detach() * 3)
         assert_bits_equal(x.grad, every[comm.rank] * 3, "what came, sent back")
     for call in (ops.global_gather, compile_whole(ops.global_gather)):
-        there = torch.from_numpy(want.copy()).to(comm.device).requires_grad_()
-        out = call(there, **mine)
+        received = torch.from_numpy(want.copy()).to(comm.device).requires_grad_()
+        out = call(received, **mine)
         assert_bits_equal(out.detach(), every[comm.rank], "gathered")
         out.backward(out.detach() * 3)
-        assert_bits_equal(there.grad, want * 3, "what came, sent there again")
+        assert_bits_equal(received.grad, want * 3, "what came, sent there again")
 
 
 def expert_layer(x: torch.Tensor, **mine: torch.Tensor) -> torch.Tensor:
-    there = ops.global_scatter(x * 2, **mine)
-    return ops.global_gather(torch.relu(there) + 1, **mine)
+    received = ops.global_scatter(x * 2, **mine)
+    return ops.global_gather(torch.relu(received) + 1, **mine)
 
 
 def compiled(comm: Any, backend: str) -> None:
@@ -168,13 +168,13 @@ def replicated(comm: Any, whole: torch.Tensor, counts: Counts) -> torch.Tensor:
     Each takes its own rows, and ``identity`` adds up their gradients; the sum over the ranks with
     an identity gradient makes one result of theirs.
     """
-    lengths = [sum(map(sum, own)) for own in counts]
+    lengths = [sum(map(sum, splits)) for splits in counts]
     x = ops.identity(whole).split(lengths)[comm.rank]
     mine = own_counts(comm, counts)
-    there = ops.global_scatter(x, **mine)
-    weights = torch.linspace(1, 2 + comm.rank, max(there.numel(), 1), dtype=torch.float64)
-    there = there * weights[: there.numel()].view(there.shape).to(whole.device)
-    back = ops.global_gather(there.sin(), **mine)
+    received = ops.global_scatter(x, **mine)
+    weights = torch.linspace(1, 2 + comm.rank, max(received.numel(), 1), dtype=torch.float64)
+    received = received * weights[: received.numel()].view(received.shape).to(whole.device)
+    back = ops.global_gather(received.sin(), **mine)
     total: torch.Tensor = ops.all_reduce(back.cos().sum(), backward="identity")
     return total
 
@@ -182,8 +182,8 @@ def replicated(comm: Any, whole: torch.Tensor, counts: Counts) -> torch.Tensor:
 @runs_on("ranks")
 def test_gradcheck(comm: Any) -> None:
     counts = drawn(comm.size, 2, 2, 4)
-    whole = torch.cat(inputs(counts, 2, torch.float64)).to(comm.device).requires_grad_()
-    torch.autograd.gradcheck(lambda x: replicated(comm, x, counts), whole)
+    all_rows = torch.cat(inputs(counts, 2, torch.float64)).to(comm.device).requires_grad_()
+    torch.autograd.gradcheck(lambda x: replicated(comm, x, counts), all_rows)
 
 
 @runs_on("ranks", deadline=120)
@@ -191,14 +191,14 @@ def test_opcheck(comm: Any) -> None:
     counts = drawn(comm.size, 2, 3, 6)
     mine = list(own_counts(comm, counts).values())
     x = inputs(counts, 2, torch.float64)[comm.rank].to(comm.device)
-    whole = torch.tensor(counts)
+    table = torch.tensor(counts)
     operators = torch.ops.commlib
     torch.library.opcheck(operators.agreed_counts.default, (x, *mine, 0, comm.size, False))
-    there = ops.global_scatter(x, *mine)
+    received = ops.global_scatter(x, *mine)
     for rows in (x, x.clone().requires_grad_()):
-        torch.library.opcheck(operators.to_experts.default, (rows, whole, 0, True, len(there)))
-    for rows in (there, there.clone().requires_grad_()):
-        torch.library.opcheck(operators.from_experts.default, (rows, whole, 0, True, len(x)))
+        torch.library.opcheck(operators.to_experts.default, (rows, table, 0, True, len(received)))
+    for rows in (received, received.clone().requires_grad_()):
+        torch.library.opcheck(operators.from_experts.default, (rows, table, 0, True, len(x)))
 
 
 @runs_on("all_gpu_ranks")
@@ -215,12 +215,12 @@ def test_captured(comm: Any) -> None:
         x.copy_(sample(comm.rank, tuple(x.shape), torch.bfloat16, seed))
         graph.replay()
         assert_bits_equal(out, expert_layer(x, **mine), f"replay {seed}")
-    there = own_counts(comm, counts, comm.device)
+    device_counts = own_counts(comm, counts, comm.device)
     with (
         raises(ArgumentError, "local_count.cpu() before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
-        ops.global_scatter(x, **there)
+        ops.global_scatter(x, **device_counts)
 
 
 @runs_on("cpu_ranks")
@@ -229,8 +229,8 @@ def test_captured_on_a_cpu(comm: Any) -> None:
     counts = drawn(comm.size, 2, 4, 2)
     mine = own_counts(comm, counts)
     x = inputs(counts, 2, torch.float32)[comm.rank]
-    there = ops.global_scatter(x, **mine)
-    for call, rows in ((ops.global_scatter, x), (ops.global_gather, there)):
+    received = ops.global_scatter(x, **mine)
+    for call, rows in ((ops.global_scatter, x), (ops.global_gather, received)):
         captured: Any = graph.capture(call)
         with raises(ArgumentError, call.__name__, "local_count is on cpu", "pass capacity="):
             captured(rows, **mine)
@@ -306,9 +306,9 @@ def test_a_ring_of_one(comm: Any) -> None:
     assert ring is not None
     x = sample(1, (5, 2), torch.float32).to(comm.device).requires_grad_()
     counts = torch.tensor([3, 2])
-    there = ops.global_scatter(x, counts, counts, ring.ring_id)
-    assert_bits_equal(there.detach(), x.detach(), "a ring of one")
-    ops.global_gather(there, counts, counts, ring.ring_id).sum().backward()
+    received = ops.global_scatter(x, counts, counts, ring.ring_id)
+    assert_bits_equal(received.detach(), x.detach(), "a ring of one")
+    ops.global_gather(received, counts, counts, ring.ring_id).sum().backward()
     assert_bits_equal(x.grad, torch.ones(5, 2), "its gradient")
     commlib.CommContextManager.instance().close(ring.ring_id)
 
@@ -323,13 +323,13 @@ def test_a_sender_that_is_ahead(comm: Any) -> None:
         return [[[rows * (a == sender and b == target)] for b in range(size)] for a in range(size)]
 
     for turn in range(5):
-        found = []
+        received = []
         for sender in (slow, quick):
             x = torch.full((rows if comm.rank == sender else 0, width), turn + sender / 2)
             x = x.to(comm.device)
             if comm.rank == slow == sender and comm.device.type == "cuda":
                 torch.cuda._sleep(100_000_000)
-            found.append(ops.global_scatter(x, **own_counts(comm, counts(sender))))
-        for sender, rows_found in zip((slow, quick), found, strict=True):
+            received.append(ops.global_scatter(x, **own_counts(comm, counts(sender))))
+        for sender, rows_found in zip((slow, quick), received, strict=True):
             wanted = torch.full((rows if comm.rank == target else 0, width), turn + sender / 2)
             assert_bits_equal(rows_found, wanted, f"turn {turn}, from rank {sender}")

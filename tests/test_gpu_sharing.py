@@ -35,11 +35,11 @@ def graph_of(stream: torch.cuda.Stream, call: Any, times: int = 1) -> torch.cuda
     """Capture calls by hand, on a stream."""
     call()
     torch.cuda.synchronize()
-    found = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(found, stream=stream, capture_error_mode="thread_local"):
+    cuda_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda_graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(times):
             call()
-    return found
+    return cuda_graph
 
 
 def ones(comm: Any, nbytes: int) -> torch.Tensor:
@@ -96,12 +96,12 @@ def test_two_streams_of_one_ring(comm: Any, nbytes: int) -> None:
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        found = 0
+        raised = 0
         try:
             ring.check()
         except StreamError:
-            found = 1
-        if max(row[0] for row in comm.exchange([found])):
+            raised = 1
+        if max(row[0] for row in comm.exchange([raised])):
             reported += 1
             ring.reset()
             continue
@@ -260,15 +260,15 @@ def test_communicators_on_demand(comm: Any) -> None:
     """No NCCL communicator before a call needs one; in a capture it is refused by name."""
     ring = new_ring(37)
     small = torch.ones(1024, device=comm.device)
-    whole = torch.ones(1024, dtype=torch.int64, device=comm.device)
+    buffer = torch.ones(1024, dtype=torch.int64, device=comm.device)
     ring.all_reduce(small, small)
     row = next(r for r in commlib.CommContextManager.instance().report() if r["ring_id"] == 37)
     assert_equal((row["communicator"], row["bytes"]), (False, 0), "an idle ring")
     assert_equal(row["workspace_bytes"] > 0, True, "what it has taken")
     assert_equal("connect()" in ring.explain(4096, torch.int64), True, "announced")
     calls: list[Call] = [
-        lambda: ring.all_reduce(whole, whole),
-        lambda: ring.all_to_all(whole, whole, in_splits=[512] * 2, out_splits=[512] * 2),
+        lambda: ring.all_reduce(buffer, buffer),
+        lambda: ring.all_to_all(buffer, buffer, in_splits=[512] * 2, out_splits=[512] * 2),
     ]
     for call in calls:
         graph = torch.cuda.CUDAGraph()
@@ -281,10 +281,10 @@ def test_communicators_on_demand(comm: Any) -> None:
     ring.connect()
     assert_equal(ring.report()["communicator"], True, "connected")
     assert_equal("connect()" in ring.explain(4096, torch.int64), False, "nothing to announce")
-    target = torch.zeros_like(whole)
+    target = torch.zeros_like(buffer)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        ring.all_to_all(target, whole, in_splits=[512] * 2, out_splits=[512] * 2)
+        ring.all_to_all(target, buffer, in_splits=[512] * 2, out_splits=[512] * 2)
         ring.all_reduce(target, target)
     graph.replay()
     torch.cuda.synchronize()
@@ -356,8 +356,8 @@ def test_suspend_and_resume(comm: Any) -> None:
     """Memory is given back, graphs stay valid, calls in between are refused."""
     ring = new_ring(41)
     x = torch.full((4096,), comm.rank + 1.0, device=comm.device)
-    whole = torch.ones(4096, dtype=torch.int64, device=comm.device)
-    ring.all_reduce(whole, whole)
+    buffer = torch.ones(4096, dtype=torch.int64, device=comm.device)
+    ring.all_reduce(buffer, buffer)
     f = commlib.graph.capture(lambda t: ops.all_reduce(t, 41) + 1, outputs="copy")
     assert_bits_equal(f(x), torch.full_like(x, 4.0))
     assert_equal(ring.report()["communicator"], True, "before")
@@ -371,9 +371,9 @@ def test_suspend_and_resume(comm: Any) -> None:
     with raises(RingError, "not suspended"):
         ring.resume()
     assert_bits_equal(f(x), torch.full_like(x, 4.0), "a graph from before")
-    whole.fill_(1)
-    ring.all_reduce(whole, whole)
-    assert_bits_equal(whole, torch.full_like(whole, 2), "NCCL connected again")
+    buffer.fill_(1)
+    ring.all_reduce(buffer, buffer)
+    assert_bits_equal(buffer, torch.full_like(buffer, 2), "NCCL connected again")
     ring.suspend()
     commlib.CommContextManager.instance().close(41)
 

@@ -37,11 +37,12 @@ def test_arguments(comm: Any) -> None:
         for shape in ((3,), (2, 2)):
             for scale in (1.0, 0.5):
                 x = torch.full(shape, turn + 1.0, device=comm.device)
-                given = f(x, more=[x, x * 2], scale=scale)
-                assert_bits_equal(given["y"], x * scale)
-                assert_bits_equal(given["more"][1], x * 2 + 1)
+                result = f(x, more=[x, x * 2], scale=scale)
+                assert_bits_equal(result["y"], x * scale)
+                assert_bits_equal(result["more"][1], x * 2 + 1)
                 assert_equal(
-                    (given["n"][0].item(), *given["n"][1:]), (float((x * scale).sum()), "label", 3)
+                    (result["n"][0].item(), *result["n"][1:]),
+                    (float((x * scale).sum()), "label", 3),
                 )
     assert_equal(len(f.entries), 4, "kinds of calls")
     with torch.inference_mode():
@@ -139,12 +140,12 @@ def test_copies_with_gaps_are_written(comm: Any) -> None:
     captured = graph.capture(columns, outputs="copy")
     x = torch.ones(3, 4, device=comm.device)
     for _ in range(3):
-        found = []
+        results = []
         for call in (captured, columns):
             out = call(x).mul_(3)
-            found += [out, *torch.autograd.grad(out.sum(), weight)]
-        assert_bits_equal(found[0], found[2])
-        assert_bits_equal(found[1], found[3], "gradients")
+            results += [out, *torch.autograd.grad(out.sum(), weight)]
+        assert_bits_equal(results[0], results[2])
+        assert_bits_equal(results[1], results[3], "gradients")
 
 
 @runs_on("unified_ranks")
@@ -153,8 +154,8 @@ def test_written_arguments(comm: Any) -> None:
     f = graph.capture(lambda x: x.mul_(3))
     for turn in range(4):
         x = torch.full((3,), turn + 1.0, device=comm.device)
-        given = f(x)
-        assert_equal(given is x, True, "returns its argument")
+        result = f(x)
+        assert_equal(result is x, True, "returns its argument")
         assert_equal(x.tolist(), [3 * (turn + 1.0)] * 3)
 
 
@@ -230,17 +231,17 @@ def test_a_capture_that_breaks(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_random_numbers(comm: Any) -> None:
     """Replays draw new numbers: those of eager code with the same seed, the first call included."""
-    own = torch.Generator(device=comm.device)
+    generator = torch.Generator(device=comm.device)
 
     def draw(x: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros_like(x).bernoulli_(0.5, generator=own)
+        mask = torch.zeros_like(x).bernoulli_(0.5, generator=generator)
         return torch.nn.functional.dropout(x) + mask + torch.rand_like(x)
 
     x = torch.ones(50, device=comm.device)
     results = []
     for call in (draw, graph.capture(draw, outputs="copy")):
         torch.manual_seed(7)
-        own.manual_seed(9)
+        generator.manual_seed(9)
         results.append([call(x).tolist() for _ in range(5)])
     assert_equal(results[1], results[0], "drawn")
     assert_equal(len({tuple(row) for row in results[1]}), 5, "different draws")
@@ -304,8 +305,8 @@ def test_a_recapture_that_breaks(comm: Any) -> None:
         return x + 1
 
     x = torch.ones(3, device=comm.device)
-    how: dict[str, Any] = {"outputs": "copy", "verify": False}
-    once, careful = (graph.capture(f, on_fail=on_fail, **how) for on_fail in ("raise", "eager"))
+    kwargs: dict[str, Any] = {"outputs": "copy", "verify": False}
+    once, careful = (graph.capture(f, on_fail=on_fail, **kwargs) for on_fail in ("raise", "eager"))
     for g in (once, careful):
         assert_bits_equal(g(x), x + 1)
     moved = torch.zeros(3, device=comm.device)
@@ -371,9 +372,9 @@ def test_nested_and_modules(comm: Any) -> None:
             module.train(training)
             batch = torch.ones(4, 3, device=comm.device)
             torch.manual_seed(1)
-            given = g(batch)
+            result = g(batch)
             torch.manual_seed(1)
-            assert_bits_equal(given, module(batch), f"training {training}")
+            assert_bits_equal(result, module(batch), f"training {training}")
     assert_equal(len(g.entries), 2, "training and not")
 
 

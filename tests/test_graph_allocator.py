@@ -21,8 +21,8 @@ def test_graphs(flag: str, name: str) -> None:
     )
     assert code == 0, f"{out}\n{err}"
     assert "right at the end" in out
-    found = next(line for line in out.splitlines() if line.startswith("memory "))
-    (memory,) = json.loads(found.removeprefix("memory "))
+    record = next(line for line in out.splitlines() if line.startswith("memory "))
+    (memory,) = json.loads(record.removeprefix("memory "))
     assert memory["allocator"] == name
     assert memory["total_bytes"] >= memory["graph_bytes"] > 0
 

@@ -97,12 +97,12 @@ def test_conjugate_and_negative_views(comm: Any) -> None:
     """A graph's own copy of such an argument is such a view too, with the same operators."""
     for name, view in VIEWS.items():
         for fn in (doubled, written)[: 1 if name == "repeated" else 2]:
-            captured, kept = graph.capture(fn, outputs="copy"), []
+            captured, held = graph.capture(fn, outputs="copy"), []
             for turn in range(4):
                 ours = torch.full((4, 4), 1 + 2j, device=comm.device) + turn
                 ours[0, 1] = comm.rank
                 theirs = ours.clone()
-                kept.append(ours)  # each call has another address
+                held.append(ours)  # each call has another address
                 assert_bits_equal(captured(view(ours)), fn(view(theirs)), f"{name}, {turn}")
                 assert_bits_equal(ours, theirs, f"{name}, argument {turn}")
             (row,) = graph.report(captured)
@@ -114,11 +114,11 @@ def test_gradients_of_a_conjugate_argument(comm: Any) -> None:
     def square(z: torch.Tensor) -> torch.Tensor:
         return z * z
 
-    captured, kept = graph.capture(square), []
+    captured, held = graph.capture(square), []
     for turn in range(4):
         ours = torch.full((3,), turn + 2j, device=comm.device, requires_grad=True)
         theirs = ours.detach().clone().requires_grad_()
-        kept.append(ours)
+        held.append(ours)
         for x, fn in ((ours, captured), (theirs, square)):
             fn(x.conj()).abs().sum().backward()
         assert ours.grad is not None and theirs.grad is not None
@@ -152,8 +152,8 @@ def test_no_overlap_is_overlooked(bounds: Any) -> None:
     one, other = tuple(slices[:3]), tuple(slices[3:])
     if np.intersect1d(x[one], x[other]).size:
         assert overlap(tensor[one], tensor[other])
-        found = overlaps([tensor[one], torch.zeros(3), tensor[other]])
-        assert [set(pair) for pair in found] == [{0, 2}]
+        pairs = overlaps([tensor[one], torch.zeros(3), tensor[other]])
+        assert [set(pair) for pair in pairs] == [{0, 2}]
 
 
 @runs_on("unified_ranks")
@@ -209,12 +209,12 @@ def test_parameters_in_one_memory(comm: Any) -> None:
         return (x * one * two).sum()
 
     for x in (third, memory[8:].detach().requires_grad_()):
-        found = []
+        grads = []
         for call in (product, graph.capture(product)):
             one.grad = two.grad = x.grad = None
             call(x).backward()
-            found.append([one.grad, two.grad, x.grad])
-        for want, got in zip(*found, strict=True):
+            grads.append([one.grad, two.grad, x.grad])
+        for want, got in zip(*grads, strict=True):
             assert_bits_equal(got, want)
 
 
@@ -238,7 +238,7 @@ def test_functions_that_ask_for_parameters(comm: Any, verify: bool) -> None:
             other = data.clone().requires_grad_(wants)
             kinds: list[torch.Tensor] = [torch.nn.Parameter(data, requires_grad=wants), other]
             tensors = {"first": kinds[turn % 2], "second": Scale(data * 2, requires_grad=wants)}
-            found = []
+            results = []
             for fn in (decay, captured):
                 for p in tensors.values():
                     p.grad = None
@@ -246,8 +246,8 @@ def test_functions_that_ask_for_parameters(comm: Any, verify: bool) -> None:
                 if wants:
                     result.sum().backward()
                 grads = [None if p.grad is None else p.grad.clone() for p in tensors.values()]
-                found.append([result.detach().clone(), *grads])
-            for want, got in zip(*found, strict=True):
+                results.append([result.detach().clone(), *grads])
+            for want, got in zip(*results, strict=True):
                 assert (want is None) is (got is None)
                 if want is not None:
                     assert_bits_equal(got, want, f"{wants}, turn {turn}")
@@ -284,21 +284,21 @@ UNREADABLE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] =
 @runs_on("cpu_ranks")
 def test_tensors_that_no_graph_reads(comm: Any, kind: str) -> None:
     """They are refused by what they are, alone and next to another tensor, or the call is eager."""
-    made, what, remedy = UNREADABLE[kind]
+    made, problem, remedy = UNREADABLE[kind]
 
     def f(odd: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         return odd * 2 if x is None else x * odd.dim()
 
     for more in ((), (torch.ones(3),)):
         odd = made(torch.eye(3))
-        with raises(GraphError, f"tensor 0 of the arguments is {what}", remedy):
+        with raises(GraphError, f"tensor 0 of the arguments is {problem}", remedy):
             graph.capture(f)(odd, *more)
         captured, want = graph.capture(f, on_fail="eager"), f(odd, *more)
         for turn in range(3):
-            found = captured(odd, *more)
-            assert_equal((found.layout, found.dtype), (want.layout, want.dtype), f"turn {turn}")
+            result = captured(odd, *more)
+            assert_equal((result.layout, result.dtype), (want.layout, want.dtype), f"turn {turn}")
             if more:
-                assert_bits_equal(found, want, f"turn {turn}")
+                assert_bits_equal(result, want, f"turn {turn}")
         assert_equal(len(captured.entries), 0, "graphs")
         full = graph.capture(f, on_fail="eager", max_graphs=1)
         for x in (torch.ones(3), odd):  # the log names how the second differs
@@ -314,11 +314,11 @@ def test_gradients_are_apart(comm: Any) -> None:
         graph.capture(module)(x).sum(), (module.weight, module.bias, x)
     )
     assert_equal(of_x.untyped_storage().nbytes(), of_x.nbytes, "memory that is kept")
-    own = torch.ones(100, device=comm.device, requires_grad=True)
-    loss = (bias * own).sum()
+    leaf = torch.ones(100, device=comm.device, requires_grad=True)
+    loss = (bias * leaf).sum()
     weight.mul_(0.5)
     loss.backward()
-    assert_bits_equal(own.grad, bias)
+    assert_bits_equal(leaf.grad, bias)
 
 
 @runs_on("unified_ranks")
@@ -340,9 +340,9 @@ def test_deepspeed_defaults(comm: Any) -> None:
 
     for make in (named, plain):
         for scale in (2, 3, 1, 1.0, True):
-            given = deepspeed.graph_process(True, make(scale), x)
-            assert_equal(given.tolist(), [scale], f"{scale}")
-            assert_equal(given.dtype, (x * scale).dtype, f"type of {scale}")
+            result = deepspeed.graph_process(True, make(scale), x)
+            assert_equal(result.tolist(), [scale], f"{scale}")
+            assert_equal(result.dtype, (x * scale).dtype, f"type of {scale}")
     deepspeed.graph_clear()
 
 

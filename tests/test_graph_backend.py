@@ -103,20 +103,20 @@ def same_as_inductor(
         torch.manual_seed(0)
         model = make()
         results.append(use(torch.compile(model, backend=backend, options=options), model))
-    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
-        assert_bits_equal(given, expected, f"result {i}")
+    for i, (actual, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(actual, expected, f"result {i}")
 
 
 def trained(compiled: Any, model: nn.Module) -> list[Tensor]:
     """Return the losses and gradients of some steps."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
     for turn in range(6):
         loss = compiled(inputs(turn)).square().sum()
         loss.backward()
-        found += [loss.detach(), *(weight.grad for weight in model.parameters())]
+        results += [loss.detach(), *(weight.grad for weight in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 def rows(name: str = "") -> list[dict[str, Any]]:
@@ -138,13 +138,13 @@ def test_training() -> None:
 
 def test_several_forwards_before_their_backwards() -> None:
     def use(compiled: Any, model: nn.Module) -> list[Tensor]:
-        found = []
+        results = []
         for turn in range(3):
             outs = [compiled(inputs(3 * turn + i)) for i in range(3)]
             for out in reversed(outs):
                 out.sum().backward()
-            found += [*(out.detach() for out in outs), *(w.grad for w in model.parameters())]
-        return [x.clone() for x in found]
+            results += [*(out.detach() for out in outs), *(w.grad for w in model.parameters())]
+        return [x.clone() for x in results]
 
     same_as_inductor(Block, use)
     assert_equal(len(rows()), 3, "slots")
@@ -214,12 +214,12 @@ def test_layers_that_share_compiled_code() -> None:
         model = Layers()
         for layer in model.layers:
             layer.compile(backend=backend, options=options)
-        found = trained(model, model)
+        before = trained(model, model)
         model.layers[0].first.data = torch.eye(WIDTH)
         model.layers[1].second = nn.Parameter(torch.eye(WIDTH) * 2)
-        results.append(found + trained(model, model))
-    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
-        assert_bits_equal(given, expected, f"result {i}")
+        results.append(before + trained(model, model))
+    for i, (actual, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(actual, expected, f"result {i}")
     # Those of other memory are released; those of another parameter stay until torch forgets them.
     assert_equal(len(rows()), 4, "captured layers")
     assert_equal({row["bytes_copied"] for row in rows()}, {inputs(0).nbytes}, "bytes copied")
@@ -259,12 +259,12 @@ def test_sizes_of_cut_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def use(compiled: Any, model: nn.Module) -> list[Tensor]:
-        found = []
+        results = []
         for turn in range(8):
             out = compiled(inputs(turn, rows=3 + turn % 4))
             grads = torch.autograd.grad(out, [*model.parameters()], torch.ones_like(out))
-            found += [out.detach(), *grads]
-        return found
+            results += [out.detach(), *grads]
+        return results
 
     for _ in range(2):
         torch._dynamo.reset()
@@ -286,9 +286,9 @@ def test_results_that_share_memory() -> None:
         compiled = torch.compile(pair, backend=graph.backend, options=STRICT)
         for turn in range(4):
             x = inputs(turn, rows=WIDTH).requires_grad_(needs_grad)
-            whole, tail = compiled(x)
+            base, tail = compiled(x)
             with torch.no_grad():
-                whole.zero_()
+                base.zero_()
             assert_bits_equal(tail.detach(), torch.zeros(WIDTH - 1, WIDTH), f"turn {turn}")
 
 
@@ -299,16 +299,16 @@ def test_wrappers() -> None:
         torch._dynamo.reset()
         weight = nn.Parameter(TwoTensor(torch.eye(WIDTH) * 2, torch.ones(WIDTH, WIDTH)))
         compiled = torch.compile(lambda x, weight=weight: x @ weight, backend=backend)
-        found = []
+        tensors = []
         for turn in range(5):
             out = compiled(inputs(turn))
             out.sum().backward()
             grad: Any = weight.grad
-            found += [out.a, out.b, grad.a, grad.b]
+            tensors += [out.a, out.b, grad.a, grad.b]
             weight.grad = None
-        results.append([x.detach().clone() for x in found])
-    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
-        assert_bits_equal(given, expected, f"result {i}")
+        results.append([x.detach().clone() for x in tensors])
+    for i, (actual, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(actual, expected, f"result {i}")
     captured = [row for row in rows() if row["eager"] is None]
     assert_equal([row["replays"] for row in captured], [4, 4], "replays of forward and backward")
     assert_equal(
@@ -329,11 +329,11 @@ def test_shapes_that_depend_on_values() -> None:
             return y
 
     def use(compiled: Any, model: nn.Module) -> list[Tensor]:
-        found = []
+        outputs = []
         for turn in range(5):
             x = inputs(turn) * (torch.arange(ROWS) < turn)[:, None]
-            found.append(compiled(x).detach())
-        return found
+            outputs.append(compiled(x).detach())
+        return outputs
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         results = []
@@ -342,8 +342,8 @@ def test_shapes_that_depend_on_values() -> None:
             results.append(
                 use(torch.compile(Sparse(), backend=backend, fullgraph=True), nn.Module())
             )
-    for given, expected in zip(results[1], results[0], strict=True):
-        assert_bits_equal(given, expected, "result")
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert_bits_equal(actual, expected, "result")
     assert any("depends on values" in (row["eager"] or "") for row in rows())
     assert any(row["eager"] is None and row["replays"] for row in rows())
 
@@ -363,8 +363,8 @@ def test_random_numbers() -> None:
     ):
         torch.manual_seed(3)
         results.append([call(inputs(turn)).detach() for turn in range(5)] + [torch.rand(1)])
-    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
-        assert_bits_equal(given, expected, f"result {i}")
+    for i, (actual, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(actual, expected, f"result {i}")
     assert_equal([row["replays"] for row in rows()], [4], "replays")
 
 

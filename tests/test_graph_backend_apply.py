@@ -28,8 +28,8 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def traced() -> torch.fx.GraphModule:
-    found: torch.fx.GraphModule = make_fx(layer)(inputs(0), torch.eye(WIDTH))
-    return found
+    gm: torch.fx.GraphModule = make_fx(layer)(inputs(0), torch.eye(WIDTH))
+    return gm
 
 
 def test_static_inputs() -> None:
@@ -41,20 +41,20 @@ def test_static_inputs() -> None:
         for each in (weight, other):
             assert_bits_equal(replayed(x, each), layer(x, each), f"turn {turn}")
             each += 1  # the graph reads what is there
-    found = graph.report(replayed)
-    assert_equal([row["replays"] for row in found], [4, 4], "replays, one row per weight")
-    assert_equal({row["bytes_copied"] for row in found}, {inputs(0).nbytes}, "bytes copied")
+    rows = graph.report(replayed)
+    assert_equal([row["replays"] for row in rows], [4, 4], "replays, one row per weight")
+    assert_equal({row["bytes_copied"] for row in rows}, {inputs(0).nbytes}, "bytes copied")
 
 
 def test_parameters_are_static() -> None:
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     replayed = graph.backend.apply(traced(), [inputs(0), weight])
     for turn in range(4):
-        expected, given = inputs(turn, grad=True), inputs(turn, grad=True)
+        expected, actual = inputs(turn, grad=True), inputs(turn, grad=True)
         layer(expected, weight).square().sum().backward()
         want, weight.grad = weight.grad, None
-        replayed(given, weight).square().sum().backward()
-        assert_bits_equal(given.grad, expected.grad, "gradient of x")
+        replayed(actual, weight).square().sum().backward()
+        assert_bits_equal(actual.grad, expected.grad, "gradient of x")
         assert_bits_equal(weight.grad, want, "gradient of the weight")
         weight.grad = None
     (row,) = graph.report(replayed)
@@ -75,13 +75,13 @@ def test_graphs_of_aot_autograd() -> None:
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     function = aot_function(layer, compiler("forward"), compiler("backward"))
     for turn in range(5):
-        expected, given = inputs(turn, grad=True), inputs(turn, grad=True)
+        expected, actual = inputs(turn, grad=True), inputs(turn, grad=True)
         layer(expected, weight).sum().backward()
         want, weight.grad = weight.grad, None
-        first, second = function(given, weight), function(inputs(turn + 9), weight)
+        first, second = function(actual, weight), function(inputs(turn + 9), weight)
         first.sum().backward()
         assert_bits_equal(second, layer(inputs(turn + 9), weight), "a forward in between")
-        assert_bits_equal(given.grad, expected.grad, "gradient of x")
+        assert_bits_equal(actual.grad, expected.grad, "gradient of x")
         assert_bits_equal(weight.grad, want, "gradient of the weight")
         weight.grad = None
     assert_equal(
@@ -99,11 +99,11 @@ def test_cut() -> None:
 
     replayed = graph.backend.apply(torch.fx.symbolic_trace(f), [inputs(0)])
     for turn in range(5):
-        for given, want in zip(replayed(inputs(turn)), f(inputs(turn)), strict=True):
-            assert_bits_equal(given, want, f"turn {turn}")
-    found = graph.report(replayed)
-    assert_equal([row["replays"] for row in found if row["eager"] is None], [4, 4], "parts")
-    reasons = [row["eager"] for row in found if row["eager"]]
+        for actual, want in zip(replayed(inputs(turn)), f(inputs(turn)), strict=True):
+            assert_bits_equal(actual, want, f"turn {turn}")
+    rows = graph.report(replayed)
+    assert_equal([row["replays"] for row in rows if row["eager"] is None], [4, 4], "parts")
+    reasons = [row["eager"] for row in rows if row["eager"]]
     assert_equal(reasons[0], "nonzero has a shape that depends on values", "reason")
 
 
@@ -124,9 +124,9 @@ def test_what_is_unsafe_on_a_gpu() -> None:
     more = known(nodes.call_function(aten.add.Tensor, (lengths, two)), "cpu", ROWS)
     copy = known(nodes.call_function(aten._to_copy.default, (more,)), "cuda", ROWS)
     nodes.output((safe, copy))
-    found = unsafe_nodes(torch.fx.GraphModule(nn.Module(), nodes))
+    reasons = unsafe_nodes(torch.fx.GraphModule(nn.Module(), nodes))
     assert_equal(
-        [*found.values()],
+        [*reasons.values()],
         ["aten.add.Tensor works on the CPU", "aten._to_copy.default works on the CPU"],
         "reasons",
     )
@@ -139,10 +139,10 @@ def test_generators_are_known() -> None:
         return x + torch.rand(x.shape, generator=generator)
 
     gm = torch.fx.symbolic_trace(f)
-    expected, given = (torch.Generator().manual_seed(7) for _ in range(2))
-    replayed = graph.backend.apply(gm, [inputs(0), given], on_fail="raise")
+    expected, actual = (torch.Generator().manual_seed(7) for _ in range(2))
+    replayed = graph.backend.apply(gm, [inputs(0), actual], on_fail="raise")
     for turn in range(5):
-        assert_bits_equal(replayed(inputs(turn), given), f(inputs(turn), expected), f"turn {turn}")
+        assert_bits_equal(replayed(inputs(turn), actual), f(inputs(turn), expected), f"turn {turn}")
     assert_equal([row["replays"] for row in graph.report(replayed)], [4], "replays")
 
 
@@ -207,10 +207,10 @@ def test_a_static_input_that_changes_its_kind() -> None:
     weight.requires_grad_(True)
     for turn in range(4):
         replayed(inputs(turn), weight).sum().backward()
-        found, weight.grad = weight.grad, None
+        grad, weight.grad = weight.grad, None
         layer(inputs(turn), weight).sum().backward()
-        assert found is not None
-        assert_bits_equal(found, weight.grad, f"gradient {turn}")
+        assert grad is not None
+        assert_bits_equal(grad, weight.grad, f"gradient {turn}")
         weight.grad = None
     weight.requires_grad_(False)
     weight.data = weight.data.t()

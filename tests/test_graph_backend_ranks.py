@@ -54,15 +54,15 @@ def test_collectives_of_rings(comm: Any) -> None:
         return ops.all_reduce(x @ ops.all_gather(shard), backward="identity")
 
     compiled = torch.compile(projected, backend=graph.backend, fullgraph=True, options=STRICT)
-    whole = drawn(100)
-    shard = torch.nn.Parameter(whole.chunk(comm.size)[comm.rank].to(comm.device, copy=True))
+    full = drawn(100)
+    shard = torch.nn.Parameter(full.chunk(comm.size)[comm.rank].to(comm.device, copy=True))
     for step in range(STEPS):
         x = drawn(step * comm.size + comm.rank).to(comm.device)
         out = compiled(x, shard)
         out.backward(torch.ones_like(out))
         sides = [wide(drawn(step * comm.size + rank)) for rank in range(comm.size)]
         total = np.sum(sides, axis=0)
-        assert_bits_equal(out.detach(), torch.tensor(total @ wide(whole)).float(), f"step {step}")
+        assert_bits_equal(out.detach(), torch.tensor(total @ wide(full)).float(), f"step {step}")
         rows = np.split(total.T @ np.ones((SIZE, SIZE)), comm.size)[comm.rank]
         assert_bits_equal(shard.grad, torch.tensor(rows).float(), f"gradient in step {step}")
         shard.grad = None
@@ -86,33 +86,33 @@ def test_apply_to_graphs_with_collectives(comm: Any, is_cut: bool) -> None:
         return compile_part
 
     def mixed(x: Tensor, shard: Tensor) -> Tensor:
-        whole = ops.all_gather(shard)
-        y = ops.all_reduce(x @ whole, backward="identity")
-        return ops.reduce_scatter((outside(y) if is_cut else y) @ whole)
+        full = ops.all_gather(shard)
+        y = ops.all_reduce(x @ full, backward="identity")
+        return ops.reduce_scatter((outside(y) if is_cut else y) @ full)
 
     backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
     compiled = torch.compile(mixed, backend=backend, fullgraph=True)
-    given, expected = (
+    actual, expected = (
         torch.nn.Parameter(drawn(100).chunk(comm.size)[comm.rank].to(comm.device, copy=True))
         for _ in range(2)
     )
     for step in range(STEPS):
         x = drawn(step * comm.size + comm.rank).to(comm.device)
-        out, want = compiled(x, given), mixed(x, expected)
+        out, want = compiled(x, actual), mixed(x, expected)
         assert_bits_equal(out.detach(), want.detach(), f"step {step}")
         weights = drawn(50 + step)[: len(out)].to(comm.device)
         for one in (out, want):
             one.backward(weights)
-        assert_bits_equal(given.grad, expected.grad, f"gradient in step {step}")
-        given.grad = expected.grad = None
+        assert_bits_equal(actual.grad, expected.grad, f"gradient in step {step}")
+        actual.grad = expected.grad = None
     for kind, names in (
         ("forward", ["all_gather", "all_reduce", "reduce_scatter"]),
         ("backward", ["all_gather", "reduce_scatter"]),
     ):
         rows = [row for row in graph.report(parts[kind]) if row["eager"] is None]
         assert_equal(len(rows), 1 + is_cut, f"graphs of the {kind}")
-        found = [text.split()[0] for row in rows for text in row["collectives"]]
-        assert_equal(found, names, kind)
+        collectives = [text.split()[0] for row in rows for text in row["collectives"]]
+        assert_equal(collectives, names, kind)
         assert_equal({row["replays"] for row in rows}, {STEPS - 1}, f"replays of the {kind}")
     torch._dynamo.reset()
 
@@ -128,18 +128,18 @@ def test_cut_graphs_with_collectives(comm: Any, grad: bool) -> None:
 
     compiled = torch.compile(cut, backend=graph.backend, fullgraph=True, options=STRICT)
     pairs = [
-        (torch.nn.Parameter(own), torch.nn.Parameter(whole))
-        for own, whole in ((drawn(100 + comm.rank)[: SIZE // comm.size], drawn(200)),) * 2
+        (torch.nn.Parameter(local), torch.nn.Parameter(full))
+        for local, full in ((drawn(100 + comm.rank)[: SIZE // comm.size], drawn(200)),) * 2
     ]
     pairs = [(one.to(comm.device), two.to(comm.device)) for one, two in pairs]
     for step in range(STEPS):
-        x, found = drawn(step * comm.size + comm.rank).to(comm.device), []
+        x, results = drawn(step * comm.size + comm.rank).to(comm.device), []
         with torch.set_grad_enabled(grad):
             for call, (shard, weight) in zip((compiled, cut), pairs, strict=True):
                 out = call(x, shard, weight)
                 grads = torch.autograd.grad(out.sum(), (shard, weight)) if grad else ()
-                found.append([out.detach(), *grads])
-        for one, want in zip(*found, strict=True):
+                results.append([out.detach(), *grads])
+        for one, want in zip(*results, strict=True):
             assert_bits_equal(one, want, f"step {step}")
     rows = [row for row in rows_of("cut") if row["eager"] is None]
     assert_equal({row["replays"] for row in rows}, {STEPS - 1}, "replays of all parts")
@@ -150,25 +150,25 @@ def test_cut_graphs_with_collectives(comm: Any, grad: bool) -> None:
 
 def noisy(x: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
     """Drop out by torch's own generator, add numbers of another, and multiply by host values."""
-    kept = torch.nn.functional.dropout(x, 0.5, True)
+    dropped = torch.nn.functional.dropout(x, 0.5, True)
     noise = torch.rand(x.shape, generator=generator, device=x.device)
     scale = (lengths * 2 + 1).float()  # on the CPU, also in a graph of a GPU
-    return kept * scale.to(x.device) + noise
+    return dropped * scale.to(x.device) + noise
 
 
 @runs_on("unified_ranks")
 def test_random_numbers_and_operators_of_the_host(comm: Any) -> None:
     """Replays draw on from both generators, and the host computes before each launch."""
-    given, expected = (torch.Generator(comm.device).manual_seed(7) for _ in range(2))
+    actual, expected = (torch.Generator(comm.device).manual_seed(7) for _ in range(2))
     x, lengths = drawn(comm.rank).to(comm.device), torch.tensor([1])
     gm = torch.fx.symbolic_trace(noisy)
-    replayed = graph.backend.apply(gm, [x, lengths, given], **STRICT)
+    replayed = graph.backend.apply(gm, [x, lengths, actual], **STRICT)
     for turn in range(5):
         x, lengths = drawn(10 * turn + comm.rank).to(comm.device), torch.tensor([turn])
         torch.manual_seed(turn // 2)  # a seed of an earlier call, and a new one
-        found = replayed(x, lengths, given)
+        result = replayed(x, lengths, actual)
         torch.manual_seed(turn // 2)
-        assert_bits_equal(found, noisy(x, lengths, expected), f"turn {turn}")
+        assert_bits_equal(result, noisy(x, lengths, expected), f"turn {turn}")
     rows = graph.report(replayed)
     assert_equal([(row["replays"], row["eager"]) for row in rows], [(4, None)], "replays")
 
@@ -181,17 +181,17 @@ def test_dropout_between_collectives(comm: Any) -> None:
         y = torch.nn.functional.dropout(ops.all_reduce(x @ weight), 0.5)
         return ops.all_reduce(y @ weight, op="max")
 
-    found, weight = [], torch.eye(SIZE, device=comm.device)
+    outputs, weight = [], torch.eye(SIZE, device=comm.device)
     random = {"fallback_random": True}  # the kernel of torch: nothing is generated
     for backend, options in (("inductor", random), (graph.backend, STRICT | random)):
         torch._dynamo.reset()
         compiled = torch.compile(dropped, backend=backend, fullgraph=True, options=options)
         torch.manual_seed(40 + comm.rank)
         with torch.no_grad():
-            found.append([compiled(drawn(s).to(comm.device) + 9, weight) for s in range(STEPS)])
-    for step, (want, one) in enumerate(zip(*found, strict=True)):
+            outputs.append([compiled(drawn(s).to(comm.device) + 9, weight) for s in range(STEPS)])
+    for step, (want, one) in enumerate(zip(*outputs, strict=True)):
         assert_bits_equal(one, want, f"step {step}")
-    masks = {tuple((one == 0).flatten().tolist()) for one in found[1]}
+    masks = {tuple((one == 0).flatten().tolist()) for one in outputs[1]}
     assert_equal(len(masks), STEPS, "masks, one per step")
     (row,) = [row for row in rows_of("dropped") if row["replays"]]
     assert_equal((row["replays"], row["eager"]), (STEPS - 1, None), "replays")
@@ -233,8 +233,8 @@ def replayed(comm: Any, name: str, group: Any, f: Any) -> tuple[list[str], list[
 @runs_on("unified_ranks")
 def test_functional_collectives_of_our_groups(comm: Any) -> None:
     with initialised(comm, OURS[comm.device.type]):
-        found = replayed(comm, "ring", dist.group.WORLD, through_ring)
-    assert_equal(found, (["all_reduce"], []), "collectives inside graphs, and outside")
+        collectives = replayed(comm, "ring", dist.group.WORLD, through_ring)
+    assert_equal(collectives, (["all_reduce"], []), "collectives inside graphs, and outside")
 
 
 @runs_on("unified_ranks")
@@ -244,8 +244,8 @@ def test_functional_collectives_of_stock_groups(comm: Any, tmp_path: Path) -> No
     gloo = dist.ProcessGroupGloo(store, comm.rank, comm.size)
     group._register_backend(comm.device, dist.ProcessGroup.BackendType.GLOO, gloo)
     text = "_c10d_functional.all_reduce.default on group 'gloo' of torch.distributed"
-    found = replayed(comm, "gloo", group, through_gloo)
-    assert_equal(found, ([], [text]), "collectives inside graphs, and outside")
+    collectives = replayed(comm, "gloo", group, through_gloo)
+    assert_equal(collectives, ([], [text]), "collectives inside graphs, and outside")
 
 
 @runs_on("unified_ranks")

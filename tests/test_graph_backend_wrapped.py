@@ -76,13 +76,13 @@ def same_as_eager(f: Callable[..., Any], *state: Tensor, device: str = "cpu") ->
     for call in (f, torch.compile(f, backend=graph.backend, options=STRICT, fullgraph=True)):
         calls["count"] = 0
         torch.manual_seed(3)
-        held, found = [x.clone() for x in state], []
+        held, tensors = [x.clone() for x in state], []
         for turn in range(CALLS):
             out = call(torch.eye(SIZE, device=device) * (turn + 1), *held)
-            found += [out.clone(), *(x.clone() for x in held), torch.rand(1, device=device)]
-        results.append(found)
-    for i, (given, expected) in enumerate(zip(results[1], results[0], strict=True)):
-        assert_bits_equal(given, expected, f"result {i}")
+            tensors += [out.clone(), *(x.clone() for x in held), torch.rand(1, device=device)]
+        results.append(tensors)
+    for i, (actual, expected) in enumerate(zip(results[1], results[0], strict=True)):
+        assert_bits_equal(actual, expected, f"result {i}")
     rows = [row for row in graph.report() if "compiled code" in row["function"]]
     captured = [row["replays"] for row in rows if row["eager"] is None]
     assert_equal(captured, [CALLS - 1] * len(captured), "replays")
@@ -110,19 +110,19 @@ def test_mutates_an_argument() -> None:
         add_count(total[1])
         return y @ total
 
-    found = same_as_eager(f, torch.zeros(SIZE, SIZE))
-    assert_equal(found["eager"], tagged("add_count"), "reasons")
+    report = same_as_eager(f, torch.zeros(SIZE, SIZE))
+    assert_equal(report["eager"], tagged("add_count"), "reasons")
 
 
 def test_training() -> None:
     """Gradients flow past the operator, which counts in a buffer of the model."""
 
     def use(call: Any, weight: Tensor, total: Tensor) -> list[Tensor]:
-        calls["count"], found = 0, []
+        calls["count"], results = 0, []
         for turn in range(CALLS):
             out = call(torch.eye(SIZE) * (turn + 1), weight, total)
-            found += [out.detach(), *torch.autograd.grad(out.sum(), weight), total.clone()]
-        return found
+            results += [out.detach(), *torch.autograd.grad(out.sum(), weight), total.clone()]
+        return results
 
     def f(x: Tensor, weight: Tensor, total: Tensor) -> Any:
         y = x @ weight
@@ -131,8 +131,8 @@ def test_training() -> None:
 
     weight, total = (torch.eye(SIZE) * 2).requires_grad_(), torch.zeros(SIZE, SIZE)
     expected = use(f, weight, total.clone())
-    given = use(torch.compile(f, backend=graph.backend, options=STRICT), weight, total)
-    for i, (one, want) in enumerate(zip(given, expected, strict=True)):
+    actual = use(torch.compile(f, backend=graph.backend, options=STRICT), weight, total)
+    for i, (one, want) in enumerate(zip(actual, expected, strict=True)):
         assert_bits_equal(one, want, f"result {i}")
     reasons = [row["eager"] for row in graph.report() if row["eager"]]
     assert_equal(reasons, tagged("add_count"), "reasons")
@@ -164,8 +164,8 @@ def test_on_a_gpu(op: Any) -> None:
         z = op(y)
         return (y if z is None else z).cos()
 
-    found = same_as_eager(f, device="cuda")
-    assert_equal(found, {"eager": tagged(op._name), "captured": 2}, "parts")
+    report = same_as_eager(f, device="cuda")
+    assert_equal(report, {"eager": tagged(op._name), "captured": 2}, "parts")
 
 
 def test_branches() -> None:
@@ -245,6 +245,6 @@ def test_what_is_unsafe_on_a_gpu() -> None:
         node = nodes.call_function(with_effects, (token, op, *args))
         node.meta["val"] = (fake("cpu", 0), fake("cuda", SIZE))
     nodes.output(x)
-    found = unsafe_nodes(torch.fx.GraphModule(torch.nn.Module(), nodes))
+    reasons = unsafe_nodes(torch.fx.GraphModule(torch.nn.Module(), nodes))
     expected = ["aten.mul.Tensor works on the CPU", "print runs on the host"]
-    assert_equal([*found.values()], expected, "reasons")
+    assert_equal([*reasons.values()], expected, "reasons")

@@ -44,12 +44,12 @@ def test_what_came_before(comm: Any) -> None:
         assert_bits_equal(detached(x), hidden.detach())
     double = graph.capture(lambda x: x * 2, outputs="copy")
     token = torch.zeros(1)
-    past, kept = _Past.apply(weight, token), weakref.ref(token)  # type: ignore[no-untyped-call]
+    past, token_ref = _Past.apply(weight, token), weakref.ref(token)  # type: ignore[no-untyped-call]
     for _ in range(2):
         double(past)
     del past, token
     gc.collect()
-    assert_equal(kept() is None, True, "the history of an argument is gone")
+    assert_equal(token_ref() is None, True, "the history of an argument is gone")
 
 
 @runs_on("unified_ranks")
@@ -66,8 +66,8 @@ def test_lazily_made_state(comm: Any) -> None:
 
     x = torch.ones(3, device=comm.device)
     want = [torch.full((3,), value) for value in (1.0, 1.5, 1.75, 1.875)]
-    how: tuple[Any, ...] = ({}, {"warmup": 1}, {"on_fail": "eager"}, {"warmup": 3})
-    for options in (*how, {"first": "warmup", "warmup": 1}):
+    variants: tuple[Any, ...] = ({}, {"warmup": 1}, {"on_fail": "eager"}, {"warmup": 3})
+    for options in (*variants, {"first": "warmup", "warmup": 1}):
         state.clear()
         g = graph.capture(momentum, outputs="copy", **options)
         for value in want:
@@ -109,7 +109,7 @@ def test_gradients(comm: Any, flights: int) -> None:
             return {"y": y, "n": (y > 0).sum(), "x": x * 3}
 
     def train(call: Any, module: Any) -> list[Any]:
-        found = []
+        results = []
         for turn in range(3):
             inputs = [
                 torch.linspace(turn, i + 1, 12, device=comm.device).view(3, 4).requires_grad_()
@@ -118,12 +118,12 @@ def test_gradients(comm: Any, flights: int) -> None:
             outs = [call(x * 1, scale=0.5) for x in inputs]
             for i in random_order(flights, turn):
                 (outs[i]["y"].sum() + (outs[i]["x"] ** 2).sum()).backward()
-            found += [x.grad for x in inputs]
-            found.append(module.inner.weight.grad.clone())
-            found.append(outs[-1]["n"].clone())
+            results += [x.grad for x in inputs]
+            results.append(module.inner.weight.grad.clone())
+            results.append(outs[-1]["n"].clone())
             del outs  # and with it the nodes: their slots are free
             assert_equal(module.spare.weight.grad, None, "gradient of what is not used")
-        return found
+        return results
 
     torch.manual_seed(5)
     module = Layer().to(comm.device)
@@ -150,13 +150,13 @@ def test_gradients_that_are_used_up(comm: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        call, found = captured(step), []
+        call, weights = captured(step), []
         for turn in range(6):
             (weight * turn).sum().backward()
             call()
             assert_equal(weight.grad, None, f"turn {turn}")
-            found.append(weight.detach().clone())
-        return found
+            weights.append(weight.detach().clone())
+        return weights
 
     pairs = zip(train(graph.capture), train(lambda f: f), strict=True)
     for turn, (one, want) in enumerate(pairs):
@@ -198,9 +198,9 @@ def test_expanded_gradients(comm: Any) -> None:
 
     The numbers of elements are such that the order of additions shows.
     """
-    own = torch.nn.BatchNorm1d(6).to(comm.device)
-    eager, generator = copy.deepcopy(own), torch.Generator().manual_seed(5)
-    captured = graph.capture(own, verify=2)
+    graphed = torch.nn.BatchNorm1d(6).to(comm.device)
+    eager, generator = copy.deepcopy(graphed), torch.Generator().manual_seed(5)
+    captured = graph.capture(graphed, verify=2)
     reduced: list[Callable[[torch.Tensor], torch.Tensor]] = [
         torch.sum,
         lambda out: out.sum(0)[2],
@@ -208,14 +208,14 @@ def test_expanded_gradients(comm: Any) -> None:
     ]
     for turn in range(12):
         x = torch.randn(50, 6, generator=generator).to(comm.device)
-        found = []
-        for call, module in ((captured, own), (eager, eager)):
+        grads = []
+        for call, module in ((captured, graphed), (eager, eager)):
             leaf = x.clone().requires_grad_()
             reduced[turn % 3](call(leaf)).backward()
-            found.append([leaf.grad, *(weight.grad for weight in module.parameters())])
+            grads.append([leaf.grad, *(weight.grad for weight in module.parameters())])
             module.zero_grad()
-        for given, expected in zip(*found, strict=True):
-            assert_bits_equal(given, expected, f"turn {turn}")
+        for actual, expected in zip(*grads, strict=True):
+            assert_bits_equal(actual, expected, f"turn {turn}")
 
 
 @runs_on("unified_ranks")
@@ -246,12 +246,12 @@ def test_expanded_gradients_on_one_rank(comm: Any) -> None:
 
     captured = graph.capture(summed, verify=False)
     for turn in range(4):
-        found: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
         for call in (captured, summed):
             out = call(torch.ones(4, 6, device=comm.device) * (turn + 1))
             loss = out.sum() if (comm.rank + turn) % 2 else out.square().sum()
-            found += torch.autograd.grad(loss, weight)
-        assert_bits_equal(*found, f"turn {turn}")
+            grads += torch.autograd.grad(loss, weight)
+        assert_bits_equal(*grads, f"turn {turn}")
 
 
 class Stops(torch.autograd.Function):
@@ -283,13 +283,13 @@ def test_kept_gradients(comm: Any) -> None:
     """Gradients that the program keeps are not overwritten by the next backward."""
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     f = graph.capture(lambda x: weight * x)
-    kept: list[Any] = []
+    grads: list[Any] = []
     for turn in range(4):
         x = torch.full((3,), turn + 1.0, device=comm.device)
         weight.grad = None
         f(x).sum().backward()
-        kept.append(weight.grad)
-    for turn, grad in enumerate(kept):
+        grads.append(weight.grad)
+    for turn, grad in enumerate(grads):
         assert_bits_equal(grad, torch.full((3,), turn + 1.0), f"turn {turn}")
     weight.grad = None
     for _ in range(3):

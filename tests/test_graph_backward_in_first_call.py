@@ -193,7 +193,7 @@ def test_replays_do_not_wait_for_captures(moved: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(CpuBackend, "copies_arguments", False)  # as on a GPU
     kind = CapturedCall if moved else Slot
     name = "_capture_again" if moved else "capture"
-    original, found = getattr(kind, name), list[bool]()
+    original, observed = getattr(kind, name), list[bool]()
     weight = torch.ones(3, requires_grad=not moved)
     g = graph.capture(lambda x: weight * x, outputs="copy", verify=False)
     x = torch.ones(3)
@@ -203,7 +203,7 @@ def test_replays_do_not_wait_for_captures(moved: bool, monkeypatch: pytest.Monke
 
     def free() -> None:
         held = lock.acquire(blocking=False)
-        found.append(held)
+        observed.append(held)
         if held:
             lock.release()
 
@@ -214,11 +214,11 @@ def test_replays_do_not_wait_for_captures(moved: bool, monkeypatch: pytest.Monke
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, name, watched)
-    kept = None if moved else g(x)  # takes the slot
+    result = None if moved else g(x)  # takes the slot
     second = g(torch.ones(3) if moved else x)
     assert_bits_equal(second.detach(), first.detach(), "the second call")
-    assert_equal(found, [True], "the lock of replays is free")
-    del kept
+    assert_equal(observed, [True], "the lock of replays is free")
+    del result
 
 
 def in_two_threads(device: torch.device, work: Callable[[int], None]) -> None:
@@ -363,13 +363,13 @@ def test_threads_get_one_backend_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         return object()
 
     monkeypatch.setattr(cuda, "CudaBackend", slow)
-    found: list[object] = []
-    threads = [threading.Thread(target=lambda: found.append(of_gpu(99))) for _ in range(2)]
+    backends: list[object] = []
+    threads = [threading.Thread(target=lambda: backends.append(of_gpu(99))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert found[0] is found[1]
+    assert backends[0] is backends[1]
 
 
 def test_no_replay_waits_for_a_stream_that_a_capture_has_drawn_in(

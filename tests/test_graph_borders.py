@@ -30,8 +30,8 @@ def test_one_tensor_in_two_places(twice_first: bool) -> None:
     for one in (twice_first, not twice_first):
         for _ in range(TURNS):
             x, y = torch.zeros(2), torch.zeros(2)
-            found = call(x, x if one else y)
-            assert found.tolist() == ([11.0, 11.0] if one else [1.0, 1.0])
+            result = call(x, x if one else y)
+            assert result.tolist() == ([11.0, 11.0] if one else [1.0, 1.0])
             assert x.tolist() == [1.0, 1.0]
 
 

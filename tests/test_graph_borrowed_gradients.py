@@ -29,12 +29,12 @@ def grad_of(weight: nn.Parameter) -> Tensor:
 def test_training(comm: Any) -> None:
     """Steps that drop gradients, and steps that keep them and set them to zero."""
     for to_none in (True, False):
-        eager, own, captured = pair(comm.device)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, own)]
+        eager, graphed, captured = pair(comm.device)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, graphed)]
         for turn in range(STEPS):
             for model in (eager, captured):
                 model(rows(turn, comm.device)).square().sum().backward()
-            same_grads(eager, own, f"turn {turn}")
+            same_grads(eager, graphed, f"turn {turn}")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=to_none)
@@ -43,63 +43,63 @@ def test_training(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_forwards_in_flight(comm: Any) -> None:
     """Each forward that waits has its own memory; their gradients add up."""
-    eager, own, captured = pair(comm.device)
+    eager, graphed, captured = pair(comm.device)
     for turn in range(STEPS):
         for model in (eager, captured):
             outs = [model(rows(2 * turn + i, comm.device)).square().sum() for i in range(2)]
             for out in reversed(outs):
                 out.backward()
             del outs, out
-        same_grads(eager, own, f"turn {turn}")
-        for module in (eager, own):
+        same_grads(eager, graphed, f"turn {turn}")
+        for module in (eager, graphed):
             module.zero_grad()
 
 
 @runs_on("gpu_ranks")
 def test_the_memory_is_the_graphs(comm: Any) -> None:
     """The same memory at every step, and reading it after the next forward raises."""
-    _, own, captured = pair(comm.device, verify=False)
-    weight = next(own.parameters())
+    _, graphed, captured = pair(comm.device, verify=False)
+    weight = next(graphed.parameters())
     places = set[int]()
     for turn in range(STEPS):
         captured(rows(turn, comm.device)).square().sum().backward()
         if turn > 2:
             places.add(grad_of(weight).data_ptr())
-        own.zero_grad()
+        graphed.zero_grad()
     assert_equal(len(places), 1, "places of a gradient")
 
     captured(rows(0, comm.device)).square().sum().backward()
-    kept, copied = grad_of(weight), grad_of(weight).clone()
+    borrowed, copied = grad_of(weight), grad_of(weight).clone()
     loss = captured(rows(1, comm.device)).square().sum()
     with raises(RuntimeError, "this gradient of a graph", "the call at", 'gradients="copy"'):
-        kept.sum()
+        borrowed.sum()
     with raises(RuntimeError, "this gradient of a graph"):
         loss.backward()  # would add to it
     assert copied.isfinite().all()
-    own.zero_grad()
+    graphed.zero_grad()
 
     captured(rows(2, comm.device)).square().sum().backward()
-    kept = grad_of(weight)
+    borrowed = grad_of(weight)
     captured.reset()
     with raises(RuntimeError, "this gradient of a graph", "the release"):
-        kept.sum()
+        borrowed.sum()
 
 
 @runs_on("gpu_ranks")
 def test_backwards_of_one_forward(comm: Any) -> None:
     """They share memory, so that another one ends the gradients of the first."""
-    own = model_on(comm.device)
-    captured = graph.capture(lambda x: (own(x), own(x * 2)), gradients="borrow", verify=False)
-    weight = next(own.parameters())
+    model = model_on(comm.device)
+    captured = graph.capture(lambda x: (model(x), model(x * 2)), gradients="borrow", verify=False)
+    weight = next(model.parameters())
     captured(rows(0, comm.device))  # eager, and the capture
     for turn in range(STEPS):
         one, two = captured(rows(turn, comm.device))
         if turn % 2:
             one, two = two, one
-        (kept,) = torch.autograd.grad(one.square().sum(), weight, retain_graph=True)
+        (borrowed,) = torch.autograd.grad(one.square().sum(), weight, retain_graph=True)
         torch.autograd.grad(two.square().sum(), weight)
         with raises(RuntimeError, "this gradient of a graph", "the next backward"):
-            kept.sum()
+            borrowed.sum()
 
 
 class Handed(torch.autograd.Function):
@@ -142,19 +142,22 @@ def test_writing_to_a_gradient(comm: Any) -> None:
 @runs_on("cpu_ranks")
 def test_copies_on_cpus(comm: Any) -> None:
     """Torch guards no memory there, so that gradients stay copies: one that is kept is right."""
-    eager, own, captured = pair(comm.device)
-    kept = []
+    eager, graphed, captured = pair(comm.device)
+    saved = []
     for turn in range(4):
         for model in (eager, captured):
             model(rows(turn, comm.device)).square().sum().backward()
-        kept.append(
-            [(x.grad, y.grad) for x, y in zip(eager.parameters(), own.parameters(), strict=True)]
+        saved.append(
+            [
+                (x.grad, y.grad)
+                for x, y in zip(eager.parameters(), graphed.parameters(), strict=True)
+            ]
         )
-        for module in (eager, own):
+        for module in (eager, graphed):
             module.zero_grad()
-    for turn, grads in enumerate(kept):
-        for expected, given in grads:
-            assert_bits_equal(given, expected, f"turn {turn}, later")
+    for turn, grads in enumerate(saved):
+        for expected, actual in grads:
+            assert_bits_equal(actual, expected, f"turn {turn}, later")
 
 
 def test_unknown_choice() -> None:

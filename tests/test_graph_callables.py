@@ -90,13 +90,13 @@ def test_lazy_modules(way: str, on_fail: Any) -> None:
             "closure": lambda x: module(x),
             "argument": lambda x, module=None: module(x),
         }
-        call, found = captured(functions[way]), list[torch.Tensor]()
+        call, results = captured(functions[way]), list[torch.Tensor]()
         for turn in range(5):
             x = torch.arange(6.0).view(2, 3) * (turn + 1)
             out = call(x, module=module) if way == "argument" else call(x)
             out.sum().backward()
-            found += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]  # type: ignore[union-attr]
-        return found
+            results += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]  # type: ignore[union-attr]
+        return results
 
     graphs = list[Any]()
 

@@ -75,17 +75,17 @@ def test_a_slot_that_breaks(comm: Any) -> None:
         return x * weight
 
     x = torch.full((3,), 2.0, device=comm.device)
-    for how in ("eager", "raise"):
-        g = graph.capture(f, on_fail=how, outputs="copy", verify=False)
+    for on_fail in ("eager", "raise"):
+        g = graph.capture(f, on_fail=on_fail, outputs="copy", verify=False)
         flights = [g(x), g(x)]
         broken.value += 1
-        if how == "raise":
+        if on_fail == "raise":
             with raises(GraphError, "broken"):
                 g(x)
         flights += [g(x), g(x)]
         for flight in flights:
-            (found,) = torch.autograd.grad(flight.sum(), weight)
-            assert_bits_equal(found, x)
+            (grad,) = torch.autograd.grad(flight.sum(), weight)
+            assert_bits_equal(grad, x)
 
 
 @runs_on("unified_ranks")
@@ -97,8 +97,8 @@ def test_replays_in_an_eager_part(comm: Any) -> None:
     def part(x: torch.Tensor) -> torch.Tensor:
         y = x.detach().clone().requires_grad_()
         with torch.enable_grad():
-            (found,) = torch.autograd.grad(inner(y), y)
-        return found
+            (grad,) = torch.autograd.grad(inner(y), y)
+        return grad
 
     g = graph.capture(lambda x: part(x + 1) * 3, outputs="copy")
     for turn in range(4):
@@ -178,13 +178,13 @@ def test_runs_that_count_are_not_repeated(comm: Any) -> None:
         return ring.all_reduce(torch.zeros_like(x), x, op=op)
 
     x = torch.ones(3, device=comm.device)
-    how: dict[str, Any] = {"first": "warmup", "warmup": 1}
-    g = graph.capture(f, on_fail="eager", **how)
+    kwargs: dict[str, Any] = {"first": "warmup", "warmup": 1}
+    g = graph.capture(f, on_fail="eager", **kwargs)
     assert_bits_equal(g(x), x * comm.size, "the call")
     assert_equal([len(runs), len(g.eager)], [1, 1], "runs that count, and calls that stay eager")
     runs.clear()
     with raises(GraphError, "different collectives", "the effects of the call were kept"):
-        graph.capture(f, **how)(x)
+        graph.capture(f, **kwargs)(x)
     assert_equal(len(runs), 1, "runs that count")
 
 
@@ -221,9 +221,9 @@ def test_the_first_problem_is_kept(comm: Any) -> None:
     if comm.rank:
         ring.all_reduce(torch.zeros_like(x), x)
     else:
-        with pytest.raises(CommError) as found:
+        with pytest.raises(CommError) as excinfo:
             graph.capture(f)(x)
-        assert_equal("the real reason" in str(found.value.__cause__), True, f"{found.value!r}")
+        assert_equal("the real reason" in str(excinfo.value.__cause__), True, f"{excinfo.value!r}")
     comm.exchange([])
     commlib.CommContextManager.instance().close(72, abort=True)
 
@@ -273,13 +273,13 @@ def test_threads_of_a_backward(watched: bool) -> None:
     """They work for the run before a capture that has begun them, and for none after it."""
 
     def seen() -> tuple[str, bool]:
-        found: tuple[str, bool] = by_autograd(lambda: (threading.current_thread().name, inside()))
-        return found
+        result: tuple[str, bool] = by_autograd(lambda: (threading.current_thread().name, inside()))
+        return result
 
     with Recorder(torch.device("cpu")) if watched else WarmUpRun(UndoLog()).under_way():
-        there, during = seen()
+        thread_name, during = seen()
     _, after = seen()
-    assert there != threading.current_thread().name
+    assert thread_name != threading.current_thread().name
     assert (during, after) == (True, False)
 
 
@@ -295,9 +295,9 @@ def test_threads_share_a_function(comm: Any) -> None:
     def call(base: float) -> None:
         for turn in range(100):
             x = torch.full((1000,), base + turn, device=comm.device)
-            found = g(x).unique().tolist()
-            if found != [2 * (base + turn)]:
-                wrong.append(found[0])
+            values = g(x).unique().tolist()
+            if values != [2 * (base + turn)]:
+                wrong.append(values[0])
 
     call(0.0)
     workers = [threading.Thread(target=call, args=(base,)) for base in (1000.0, 2000.0)]

@@ -39,16 +39,16 @@ def compare(ring: Any, program: Program) -> bool:
         expected += steps(program, ring, lambda fn: fn)
     except RuntimeError:  # a loss without a leaf that is trained, a hook of a frozen parameter
         return False
-    found = steps(program, ring, graph.capture(verify=program.verify))
-    for turn, (actual, exact) in enumerate(zip(found, expected, strict=True)):
-        where = f"step {turn} of {program}"
-        assert_equal(actual.keys(), exact.keys(), f"values in {where}")
+    results = steps(program, ring, graph.capture(verify=program.verify))
+    for turn, (actual, exact) in enumerate(zip(results, expected, strict=True)):
+        label = f"step {turn} of {program}"
+        assert_equal(actual.keys(), exact.keys(), f"values in {label}")
         for name, value in exact.items():
-            assert_equal(type(actual[name]), type(value), f"{name} in {where}")
+            assert_equal(type(actual[name]), type(value), f"{name} in {label}")
             if isinstance(value, torch.Tensor):
-                assert_bits_equal(actual[name], value, f"{name} in {where}")
+                assert_bits_equal(actual[name], value, f"{name} in {label}")
             else:
-                assert_equal(actual[name], value, f"{name} in {where}")
+                assert_equal(actual[name], value, f"{name} in {label}")
     return True
 
 

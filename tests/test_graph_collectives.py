@@ -51,15 +51,15 @@ def test_collectives_with_a_root(comm: Any, use_calc_stream: bool) -> None:
     """On both streams each gives the bits of the eager call, for either root."""
 
     def f(x: torch.Tensor) -> list[torch.Tensor]:
-        found = []
+        outputs = []
         for root in range(comm.size):
             total = ops.reduce(x * 3, root=root, use_calc_stream=use_calc_stream)
             most = ops.reduce(x, root=root, op="max", use_calc_stream=use_calc_stream)
             rows = ops.gather(total + most, root=root, use_calc_stream=use_calc_stream)
             parts = torch.cat([x + part for part in range(comm.size)])
             part = ops.scatter(parts, root=root, use_calc_stream=use_calc_stream)
-            found += [total, most, rows * 2, part - x]
-        return found
+            outputs += [total, most, rows * 2, part - x]
+        return outputs
 
     g = graph.capture(f, outputs="copy")
     for turn in range(4):
@@ -82,21 +82,21 @@ def works() -> int:
 @runs_on("unified_ranks")
 def test_a_broadcast_only_reads_the_tensor_of_its_root(comm: Any) -> None:
     """No run counts a write of the root, so that what its backward reads stays valid."""
-    given = torch.ones(3, device=comm.device)
+    factor = torch.ones(3, device=comm.device)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = torch.sigmoid(x)
-        for shared in (given, y.detach() if comm.rank == 0 else torch.empty_like(x)):
+        for shared in (factor, y.detach() if comm.rank == 0 else torch.empty_like(x)):
             comm.broadcast(shared, shared, root=0)
-        return y * given
+        return y * factor
 
-    g, before = graph.capture(f, outputs="copy"), given._version
+    g, before = graph.capture(f, outputs="copy"), factor._version
     for turn in range(4):
         x = torch.full((3,), 1.0 + turn, device=comm.device, requires_grad=True)
         g(x).sum().backward()
         s = torch.sigmoid(x.detach())
         assert_equal(torch.allclose(x.grad, s * (1 - s)), True, f"gradient of turn {turn}")
-    assert_equal(given._version > before, comm.rank != 0, "writes")
+    assert_equal(factor._version > before, comm.rank != 0, "writes")
 
 
 @runs_on("unified_ranks")
@@ -142,13 +142,13 @@ def test_other_streams(comm: Any) -> None:
     side, total = torch.cuda.Stream(), torch.zeros(4, device=comm.device)
 
     def elsewhere(joined: bool) -> None:
-        here = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()
         if joined:
-            side.wait_stream(here)
+            side.wait_stream(current)
         with torch.cuda.stream(side):
             total.add_(1)
         if joined:
-            here.wait_stream(side)
+            current.wait_stream(side)
 
     g = graph.capture(elsewhere)
     with raises(

@@ -76,8 +76,8 @@ def expected(turn: int, rows: int, size: int, module: Reducing) -> Tensor:
 
 
 def compiled(module: Reducing, backend: Any = "aot_eager") -> Callable[[Tensor], Tensor]:
-    found: Callable[[Tensor], Tensor] = torch.compile(module, backend=backend, dynamic=True)
-    return found
+    call: Callable[[Tensor], Tensor] = torch.compile(module, backend=backend, dynamic=True)
+    return call
 
 
 Call = Callable[[Tensor], Tensor]
@@ -176,7 +176,7 @@ def test_padded_buckets_with_eager_parts(comm: Any, order: tuple[str, ...]) -> N
     for call in calls:
         if isinstance(call, graph.CapturedFunction):
             # A module that is compiled after its capture has other graphs from then on.
-            found = [row for row in graph.report(call) if row["replays"]]
-            assert_equal(len(found), len(BUCKETS), "graphs that are replayed, one per bucket")
-            assert_equal({row["segments"] for row in found}, {2}, "around Python")
+            replayed = [row for row in graph.report(call) if row["replays"]]
+            assert_equal(len(replayed), len(BUCKETS), "graphs that are replayed, one per bucket")
+            assert_equal({row["segments"] for row in replayed}, {2}, "around Python")
     torch._dynamo.reset()

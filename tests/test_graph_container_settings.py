@@ -35,8 +35,8 @@ def test_one_value_that_is_not_plain(name: str, nest: str, where: str) -> None:
     """The others count."""
     make, read, key = CONTAINERS[name]
     inner = make()
-    whole = {"no": inner, "dict": {"a": inner}, "list": [inner, object()], "tuple": (inner, len)}
-    held = whole[nest]
+    nested = {"no": inner, "dict": {"a": inner}, "list": [inner, object()], "tuple": (inner, len)}
+    held = nested[nest]
     keys: dict[str, list[Any]] = {"no": [], "dict": ["a"], "list": [0], "tuple": [0]}
 
     def into(x: Any) -> Any:

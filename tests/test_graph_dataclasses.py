@@ -55,10 +55,10 @@ def _parsed(x: torch.Tensor, scale: float = 1.0, more: Any = ()) -> Any:
 
 def total(batch: Any) -> Any:
     """Return a product of what a batch holds, and of what the batches in it hold."""
-    found = batch.x * batch.scale
+    result = batch.x * batch.scale
     for each in batch.more:
-        found = found + (total(each) if hasattr(each, "x") else each)
-    return found
+        result = result + (total(each) if hasattr(each, "x") else each)
+    return result
 
 
 @pytest.mark.parametrize("kind", [Batch, Identical, Frozen, _namespace, _parsed])
@@ -91,11 +91,11 @@ def test_an_object_that_the_function_changes(on_fail: OnFail) -> None:
         batch.more = batch.x * 2
 
     g = graph.capture(doubled, on_fail=on_fail, outputs="copy")
-    kept, batch = Identical(torch.zeros(2)), Batch(torch.zeros(2))
+    identical, batch = Identical(torch.zeros(2)), Batch(torch.zeros(2))
     for turn in range(4):
-        kept.x.fill_(turn)
-        g(kept)
-        assert_bits_equal(kept.more, kept.x * 2, f"turn {turn}")
+        identical.x.fill_(turn)
+        g(identical)
+        assert_bits_equal(identical.more, identical.x * 2, f"turn {turn}")
         batch.x.fill_(turn)
         if on_fail == "eager":
             g(batch)
@@ -168,8 +168,8 @@ def test_arrays_as_the_message_says() -> None:
     for turn in range(6):
         array[:] = turn // 2
         want = torch.full((2,), turn // 2 * 2.0)
-        for given in (torch.from_numpy(array), tuple(array.tolist())):
-            assert_bits_equal(g(torch.full((2,), 2.0), given), want, f"turn {turn}")
+        for arg in (torch.from_numpy(array), tuple(array.tolist())):
+            assert_bits_equal(g(torch.full((2,), 2.0), arg), want, f"turn {turn}")
 
 
 # -- which object it is ----------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def test_objects_that_are_one(kind: Any) -> None:
         return kind(torch.ones(1)) if holds else kind(1.0)
 
     def one(x: torch.Tensor, pair: Any, other: Any) -> torch.Tensor:
-        found = x * 10 if pair.more is pair.most else x
-        return found * 3 if other is pair.more else found
+        result = x * 10 if pair.more is pair.most else x
+        return result * 3 if other is pair.more else result
 
     g = graph.capture(one, outputs="copy", verify=False)
     for _ in range(4):

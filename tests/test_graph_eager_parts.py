@@ -29,8 +29,8 @@ def _same_as_eager(comm: Any, fn: Function, *, verify: bool) -> None:
         x, y = (torch.full((3,), value, device=comm.device) for _ in range(2))
         held.append(x)
         with torch.no_grad():
-            expected, found = fn(y), captured(x)
-        assert_bits_equal(found, expected, f"call {number}")
+            expected, actual = fn(y), captured(x)
+        assert_bits_equal(actual, expected, f"call {number}")
         assert_bits_equal(x, y, f"the argument of call {number}")
 
 
@@ -101,10 +101,10 @@ def test_what_a_part_passes_on(comm: Any) -> None:
         captured = graph.capture(fn, outputs="copy")
         for number in range(5):
             x = torch.full((2, 3), 0.5 * number, device=comm.device)
-            expected, found = eager(x), captured(x)
-            assert_bits_equal(found, expected, f"call {number}")
+            expected, actual = eager(x), captured(x)
+            assert_bits_equal(actual, expected, f"call {number}")
             weights = [*body.parameters(), *head.parameters()]
-            found_grads = torch.autograd.grad(found.sum(), weights)
+            found_grads = torch.autograd.grad(actual.sum(), weights)
             grads = torch.autograd.grad(expected.sum(), [*eager.parameters()])
             for one, other in zip(found_grads, grads, strict=True):
                 assert_bits_equal(one, other, f"a gradient of call {number}")
@@ -170,9 +170,9 @@ def test_writes_to_views_that_a_part_passes_on(comm: Any, verify: bool) -> None:
     total = torch.zeros(3, device=comm.device)
     all_of_it: Part = graph.eager(lambda: total.view(-1))
     captured = graph.capture(lambda x: all_of_it().add_(x) * 1, outputs="copy", verify=verify)
-    given = [torch.full((3,), float(number), device=comm.device) for number in range(6)]
-    for number, x in enumerate(given):
-        expected = sum(given[:number], x)
+    inputs = [torch.full((3,), float(number), device=comm.device) for number in range(6)]
+    for number, x in enumerate(inputs):
+        expected = sum(inputs[:number], x)
         assert_bits_equal(captured(x), expected, f"call {number}")
         assert_bits_equal(total, expected, f"the program's tensor after call {number}")
 
@@ -249,7 +249,7 @@ def test_gradients_that_a_part_clips(comm: Any, verify: bool) -> None:
         return norms, [*losses, *layer.parameters()]
 
     norms, expected = run(captured=False)
-    found_norms, found = run(captured=True)
+    found_norms, actual = run(captured=True)
     assert_equal(found_norms, norms, "norms")
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert_bits_equal(one, other, f"loss or weight {number}")

@@ -40,18 +40,18 @@ def test_it_is_off_already() -> None:
 
 def test_another_thread() -> None:
     """The eager part of another thread does not turn it on during a capture."""
-    found: list[bool] = []
+    enabled: list[bool] = []
 
     def part() -> None:
         with collection():
-            found.append(gc.isenabled())
+            enabled.append(gc.isenabled())
 
     with no_collection():
         thread = threading.Thread(target=part)
         thread.start()
         thread.join(10)
         assert not gc.isenabled()
-    assert found == [False]
+    assert enabled == [False]
 
 
 @runs_on("gpu_ranks")

@@ -33,9 +33,9 @@ def batch(turn: int, device: torch.device) -> torch.Tensor:
 
 
 def slots(g: graph.CapturedFunction) -> list[Slot]:
-    (found,) = g.entries.values()
-    assert isinstance(found, Slots)
-    return found.slots
+    (entry,) = g.entries.values()
+    assert isinstance(entry, Slots)
+    return entry.slots
 
 
 @runs_on("unified_ranks")
@@ -118,8 +118,8 @@ def test_hooks_on_saved_tensors(comm: Any) -> None:
     x = batch(2, comm.device).requires_grad_()
 
     def under_checkpoint(call: Callable[..., torch.Tensor]) -> torch.Tensor:
-        found: torch.Tensor = checkpoint(lambda x: call(x) * 2, x, use_reentrant=False)
-        return found
+        result: torch.Tensor = checkpoint(lambda x: call(x) * 2, x, use_reentrant=False)
+        return result
 
     def with_offloading(call: Callable[..., torch.Tensor]) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu():
@@ -129,11 +129,11 @@ def test_hooks_on_saved_tensors(comm: Any) -> None:
         module = layers(comm.device)
         g = graph.capture(module)
         for turn in range(3):
-            given, want = (
+            actual, want = (
                 torch.autograd.grad(way(call).sum(), (x, next(module.parameters())))
                 for call in (g, module)
             )
-            for one, other in zip(given, want, strict=True):
+            for one, other in zip(actual, want, strict=True):
                 assert_bits_equal(one, other, f"{way.__name__}, turn {turn}")
         assert_equal(len(slots(g)), 1, "slots")
 
@@ -142,18 +142,18 @@ def test_hooks_on_saved_tensors(comm: Any) -> None:
 def test_checkpoints_of_several_forwards(comm: Any) -> None:
     """Forward and second run save the same, whichever of them is a replay, verified or eager."""
     module = layers(comm.device)
-    g, own = graph.capture(module, outputs="copy"), next(module.parameters())
+    g, weight = graph.capture(module, outputs="copy"), next(module.parameters())
     for turn in range(6):  # 18 forwards and more: replays 1, 2 and 10 are verified
         inputs = [batch(turn + i, comm.device).requires_grad_() for i in range(3)]
-        found = []
+        results = []
         for call in (g, module):
             outs = [checkpoint(call, x, use_reentrant=False) for x in inputs]
             grads = [
-                torch.autograd.grad(out.square().sum(), (x, own))
+                torch.autograd.grad(out.square().sum(), (x, weight))
                 for out, x in zip(outs, inputs, strict=True)
             ]
-            found.append([*outs, *(grad for pair in grads for grad in pair)])
-        for one, other in zip(*found, strict=True):
+            results.append([*outs, *(grad for pair in grads for grad in pair)])
+        for one, other in zip(*results, strict=True):
             assert_bits_equal(one, other, f"turn {turn}")
 
 
@@ -184,11 +184,11 @@ def test_gradients_in_another_order_of_memory(comm: Any, dims: tuple[int, ...]) 
     g, draw = graph.capture(fn, verify=True), torch.Generator().manual_seed(1)
     for turn in range(8):
         x = torch.randn(9, 33, 7, generator=draw).to(comm.device)
-        found = []
+        grads = []
         for call in (g, fn):
             out = call(x).contiguous() if turn % 2 else call(x)
-            found.append(torch.autograd.grad(out.exp().mean(), (weight, bias)))
-        for one, other in zip(*found, strict=True):
+            grads.append(torch.autograd.grad(out.exp().mean(), (weight, bias)))
+        for one, other in zip(*grads, strict=True):
             assert_bits_equal(one, other, f"turn {turn}")
     (slot,) = slots(g)
     assert len(slot.forward._backwards) <= 2
@@ -196,20 +196,20 @@ def test_gradients_in_another_order_of_memory(comm: Any, dims: tuple[int, ...]) 
 
 def trained(call: Callable[..., torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
     """Return what some steps with sums of gradients lead to, and their outputs."""
-    found = []
+    results = []
     for turn in range(6):
         x = batch(turn, next(module.parameters()).device).requires_grad_(turn == 3)
         out = call(x)
-        found.append(out.detach().clone())
+        results.append(out.detach().clone())
         (out**2).sum().backward()
-        found += [x.grad] if x.grad is not None else []
+        results += [x.grad] if x.grad is not None else []
         if turn % 2:
             with torch.no_grad():
                 for parameter in module.parameters():
                     if parameter.grad is not None:
                         parameter.sub_(parameter.grad, alpha=0.1)
             module.zero_grad(set_to_none=turn == 3)
-    return [*found, *module.parameters()]
+    return [*results, *module.parameters()]
 
 
 @runs_on("unified_ranks")
@@ -217,8 +217,8 @@ def test_sums_of_gradients(comm: Any) -> None:
     """Gradients are added up, made and released with the bits of eager code."""
     module, plain = layers(comm.device), layers(comm.device)
     pairs = zip(trained(graph.capture(module), module), trained(plain, plain), strict=True)
-    for number, (given, want) in enumerate(pairs):
-        assert_equal(torch.equal(given, want), True, f"tensor {number}")
+    for number, (actual, want) in enumerate(pairs):
+        assert_equal(torch.equal(actual, want), True, f"tensor {number}")
 
 
 @runs_on("unified_ranks")
@@ -287,9 +287,9 @@ def test_order_of_streams(comm: Any) -> None:
                 if comm.device.type == "cuda":
                     torch.cuda._sleep(5_000_000)
                 out.backward(torch.full_like(out, turn + 1))
-                given = weight.grad.clone()
+                grad = weight.grad.clone()
                 weight.grad.fill_(-1)  # after the sum, so that it does not reach what was read
-                assert_bits_equal(given, x * (turn + 1), f"turn {turn}")
+                assert_bits_equal(grad, x * (turn + 1), f"turn {turn}")
     if comm.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -324,14 +324,14 @@ def test_backwards_through_one_of_two_outputs(comm: Any) -> None:
             return y * 2, y.square().mean()
 
         call = captured(model)
-        found: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         for both in (False, False, False, True, False, True):
             weight.grad = None
-            y, loss = call(batch(len(found), comm.device).view(2, 8, 16))
+            y, loss = call(batch(len(results), comm.device).view(2, 8, 16))
             (loss + y.square().sum() if both else loss).backward()
             assert weight.grad is not None
-            found += [y.detach().clone(), weight.grad]
-        return found
+            results += [y.detach().clone(), weight.grad]
+        return results
 
     def batch(turn: int, device: torch.device) -> torch.Tensor:
         return torch.linspace(0, turn + 1.0, 256, device=device)

@@ -86,12 +86,12 @@ def test_a_loss_that_is_all_there_is(comm: Any) -> None:
 @runs_on("unified_ranks")
 def test_views_under_names_keep_their_gradients(comm: Any) -> None:
     """Views of arguments and parameters are the program's own tensors."""
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for captured in (False, True):
-        gate, kept = Gate(comm.device), dict[str, Tensor]()
+        gate, views = Gate(comm.device), dict[str, Tensor]()
 
-        def f(x: Tensor, gate: Gate = gate, kept: dict[str, Tensor] = kept) -> Tensor:
-            kept["row"], kept["weight"] = x[0], gate.linear.weight[1]
+        def f(x: Tensor, gate: Gate = gate, views: dict[str, Tensor] = views) -> Tensor:
+            views["row"], views["weight"] = x[0], gate.linear.weight[1]
             y: Tensor = gate.linear(x)
             return y
 
@@ -100,10 +100,10 @@ def test_views_under_names_keep_their_gradients(comm: Any) -> None:
         for turn in range(4):
             x = torch.full((4, 8), turn + 1.0, device=comm.device, requires_grad=True)
             gate.zero_grad()
-            (call(x).sum() + 3 * kept["row"].sum() + 5 * kept["weight"].sum()).backward()
+            (call(x).sum() + 3 * views["row"].sum() + 5 * views["weight"].sum()).backward()
             grads += [x.grad, gate.linear.weight.grad]
-        found.append(grads)
-    for number, (want, grad) in enumerate(zip(*found, strict=True)):
+        results.append(grads)
+    for number, (want, grad) in enumerate(zip(*results, strict=True)):
         assert_bits_equal(grad, want, f"gradient {number}")
 
 
@@ -165,8 +165,8 @@ def test_gradients_that_a_replay_would_not_give(
             g(torch.ones(3), weight)
     out: Any = graph.capture(fn, on_fail="eager")(torch.ones(3), weight)
     (out[1] if isinstance(out, tuple) else out).sum().backward()
-    found: Any = weight.grad
-    assert_equal(found if found is None else found.tolist(), grad and [grad] * 3, "eager call")
+    wgrad: Any = weight.grad
+    assert_equal(wgrad if wgrad is None else wgrad.tolist(), grad and [grad] * 3, "eager call")
 
 
 def test_a_leaf_that_no_other_output_comes_from() -> None:

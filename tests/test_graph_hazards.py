@@ -35,11 +35,11 @@ def test_outputs_that_outlive_the_graph(comm: Any) -> None:
     gc.collect()
     junk = [torch.full((1000,), 7.0, device=comm.device) for _ in range(50)]
     try:
-        given = held.clone()
+        actual = held.clone()
     except RuntimeError as error:
         assert_equal("graph" in str(error), True, str(error))
     else:
-        assert_bits_equal(given, x + 1, "after the end of its graph")
+        assert_bits_equal(actual, x + 1, "after the end of its graph")
     del junk
 
 
@@ -51,17 +51,17 @@ def test_gradients_are_not_aliased(comm: Any) -> None:
 
     def both(call: Any) -> list[torch.Tensor]:
         total = [torch.zeros(6, device=comm.device) for _ in range(2)]
-        kept: list[torch.Tensor] = []
+        saved: list[torch.Tensor] = []
         for value in plain:
             x = value.clone().requires_grad_()
-            found = torch.autograd.grad(call(x).sum(), [x, weight])
-            kept += found
-            if len(kept) == 2:
-                total = list(found)  # the first pair itself becomes the sum, as .grad does
+            grads = torch.autograd.grad(call(x).sum(), [x, weight])
+            saved += grads
+            if len(saved) == 2:
+                total = list(grads)  # the first pair itself becomes the sum, as .grad does
             else:
-                for one, more in zip(total, found, strict=True):
+                for one, more in zip(total, grads, strict=True):
                     one.add_(more)
-        return [*total, *kept[2:]]
+        return [*total, *saved[2:]]
 
     f = graph.capture(lambda x: torch.sin(x * weight) * x)
     for turn, (one, want) in enumerate(zip(both(f), both(f.fn), strict=True)):
@@ -73,20 +73,20 @@ def test_gradients_are_not_aliased(comm: Any) -> None:
 def test_plain_values_are_keys(comm: Any) -> None:
     """A flag, an int and a float are distinguished, also where they compare equal (S6, S7)."""
 
-    def f(x: torch.Tensor, how: Any) -> torch.Tensor:
-        if how is True:
+    def f(x: torch.Tensor, value: Any) -> torch.Tensor:
+        if value is True:
             return -x
-        if isinstance(how, float):
-            return x / how
-        return x + how if isinstance(how, int) else x.clone()
+        if isinstance(value, float):
+            return x / value
+        return x + value if isinstance(value, int) else x.clone()
 
     g = graph.capture(f, outputs="copy")
-    given = [True, 1, 1.0, 0, False, 2.0, None, "label"]
+    values = [True, 1, 1.0, 0, False, 2.0, None, "label"]
     for turn in range(3):
         x = torch.full((3,), turn + 1.0, device=comm.device)
-        for how in given:
-            assert_bits_equal(g(x, how), f(x, how), f"{how!r}, turn {turn}")
-    assert_equal(len(g.entries), len(given), "kinds of calls")
+        for value in values:
+            assert_bits_equal(g(x, value), f(x, value), f"{value!r}, turn {turn}")
+    assert_equal(len(g.entries), len(values), "kinds of calls")
 
 
 @runs_on("unified_ranks")
@@ -118,9 +118,9 @@ def test_modes_are_keys(comm: Any) -> None:
                 assert_bits_equal(g(x), f(x), f"no_grad, turn {turn}")
             for dtype in (torch.bfloat16, torch.float16):
                 with torch.autocast(comm.device.type, dtype):
-                    given = g(x)
-                    assert_equal(given.dtype, dtype, "of autocast")
-                    assert_bits_equal(given, f(x), f"autocast to {dtype}, turn {turn}")
+                    result = g(x)
+                    assert_equal(result.dtype, dtype, "of autocast")
+                    assert_bits_equal(result, f(x), f"autocast to {dtype}, turn {turn}")
     assert_equal(len(g.entries), 8, "kinds of calls")
 
 
@@ -133,9 +133,9 @@ def test_autocast_around_a_capture(comm: Any) -> None:
     x = torch.linspace(0, 1, 8, device=comm.device).view(2, 4)
     for turn in range(3):
         with torch.autocast(comm.device.type, torch.bfloat16):
-            given = g(x)
+            result = g(x)
         with torch.autocast(comm.device.type, torch.bfloat16):
-            assert_bits_equal(given, module(x), f"turn {turn}")
+            assert_bits_equal(result, module(x), f"turn {turn}")
         with torch.no_grad():
             module.weight.mul_(2)
 
@@ -258,8 +258,8 @@ def optimizers(comm: Any, kind: str, how: str) -> None:
         return [weight.detach() for weight in weights]
 
     plain = train(captured=False)
-    for i, given in enumerate(train(captured=True)):
-        assert_bits_equal(given, plain[i], f"weight {i}")
+    for i, actual in enumerate(train(captured=True)):
+        assert_bits_equal(actual, plain[i], f"weight {i}")
 
 
 @pytest.mark.parametrize("how", ["lazy", "kept", "stepped"])
@@ -291,11 +291,11 @@ def test_functions_without_kernels(comm: Any, what: str) -> None:
     g = graph.capture(f)
     for turn in range(3):
         x = torch.full((4,), float(turn), device=comm.device)
-        given, want = g(x), f(x)
+        actual, want = g(x), f(x)
         if isinstance(want, torch.Tensor):
-            assert_bits_equal(given, want, f"turn {turn}")
+            assert_bits_equal(actual, want, f"turn {turn}")
         else:
-            assert_equal(given, want, f"turn {turn}")
+            assert_equal(actual, want, f"turn {turn}")
 
 
 @runs_on("unified_ranks")

@@ -62,7 +62,7 @@ def test_first_uses(comm: Any) -> None:
     ring = ring_of(comm, 90)
 
     def f(x: torch.Tensor) -> list[torch.Tensor]:
-        found = [
+        outputs = [
             torch.fft.rfft(x).real,
             torch.nn.functional.conv2d(x.view(1, 1, 24, 35), x[:, :9].view(-1, 1, 3, 3)),
             # On a GPU solve() waits for the check of its result.
@@ -73,23 +73,23 @@ def test_first_uses(comm: Any) -> None:
         for count in (10, 100_000, 5_000_000) if on_gpu(comm) else (10, 1000):
             y = x.new_full((count,), ring.rank + 1.0)
             for stream in (True, False):
-                how: Any = {"use_calc_stream": stream}
-                found.append(ring.all_reduce(torch.empty_like(y), y, **how))
-                found.append(ring.all_gather(y.new_empty(count * ring.size), y, **how))
-                found.append(ring.reduce_scatter(y.new_empty(count // ring.size), y, **how))
-                found.append(ring.all_to_all(torch.empty_like(y), y, **how))
-                found.append(ring.broadcast(torch.empty_like(y), y, root=1, **how))
+                kwargs: Any = {"use_calc_stream": stream}
+                outputs.append(ring.all_reduce(torch.empty_like(y), y, **kwargs))
+                outputs.append(ring.all_gather(y.new_empty(count * ring.size), y, **kwargs))
+                outputs.append(ring.reduce_scatter(y.new_empty(count // ring.size), y, **kwargs))
+                outputs.append(ring.all_to_all(torch.empty_like(y), y, **kwargs))
+                outputs.append(ring.broadcast(torch.empty_like(y), y, root=1, **kwargs))
         with ring.group():
             ring.send(y, peer=1 - ring.rank)
-            found.append(ring.recv(torch.empty_like(y), peer=1 - ring.rank))
+            outputs.append(ring.recv(torch.empty_like(y), peer=1 - ring.rank))
         ring.barrier()
-        return found
+        return outputs
 
     g = graph.capture(f, outputs="copy")
     for turn in range(2):
         x = torch.linspace(turn, 1, 840, device=comm.device).view(24, 35)
-        given = g(x)
-        for i, (one, want) in enumerate(zip(given, f(x), strict=True)):
+        result = g(x)
+        for i, (one, want) in enumerate(zip(result, f(x), strict=True)):
             assert_bits_equal(one, want, f"tensor {i}, turn {turn}")
 
 
@@ -140,13 +140,13 @@ def test_stale_autograd_nodes(comm: Any, inside: bool) -> None:
             step(captured)
         whole(comm)
         held = torch.zeros(1, requires_grad=True)  # and the nodes are gone
-    found = []
+    grads = []
     for call in (captured, backward if inside else module):
         module.zero_grad(set_to_none=False)
         for _ in range(3):
             step(call)
-        found.append([torch.clone(parameter.grad) for parameter in module.parameters()])
-    for one, want in zip(*found, strict=True):
+        grads.append([torch.clone(parameter.grad) for parameter in module.parameters()])
+    for one, want in zip(*grads, strict=True):
         assert_bits_equal(one, want)
     held.sum().backward()
     settle(comm)
@@ -291,10 +291,10 @@ def test_captures_from_any_stream(comm: Any) -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(10_000_000)  # what the capture reads is not there yet
                 x = torch.full((1000,), turn + 1.0, device=comm.device)
-                given = g(x)
+                result = g(x)
                 assert_equal(torch.cuda.current_stream(), stream, "the current stream")
             default.wait_stream(stream)
-            assert_bits_equal(given, x * 4 + 1, f"turn {turn}")
+            assert_bits_equal(result, x * 4 + 1, f"turn {turn}")
         with torch.cuda.stream(default):  # and is replayed on another one
             assert_bits_equal(g(x), x * 4 + 1, "on the default stream")
     whole(comm)
@@ -340,7 +340,7 @@ def two_threads(comm: Any, what: str) -> None:
     """Two threads capture at once, each its own function (C12)."""
     rings = [ring_of(comm, 90 + i) for i in range(2)]
     meet = threading.Barrier(2)
-    found: list[Any] = [None, None]
+    errors: list[Any] = [None, None]
 
     def one(i: int) -> None:
         def f(x: torch.Tensor) -> torch.Tensor:
@@ -365,7 +365,7 @@ def two_threads(comm: Any, what: str) -> None:
         try:
             one(i)
         except BaseException as error:
-            found[i] = error
+            errors[i] = error
             meet.abort()
 
     threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(2)]
@@ -374,7 +374,7 @@ def two_threads(comm: Any, what: str) -> None:
     for thread in threads:
         thread.join(2 * WAIT_S)
     assert_equal([thread.is_alive() for thread in threads], [False] * 2, "threads that hang")
-    assert_equal(found, [None, None], "what went wrong")
+    assert_equal(errors, [None, None], "what went wrong")
     whole(comm)
 
 

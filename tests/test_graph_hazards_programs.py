@@ -41,8 +41,8 @@ class Sharded:
         full = ring.all_gather(self.shard.new_empty(WIDTH * WIDTH), self.shard)
         leaves = [full.view(WIDTH, WIDTH), self.up, self.down]
         weight, up, down = leaves = [one.detach().requires_grad_() for one in leaves]
-        kept = torch.empty_like(x).bernoulli_(0.9, generator=self.dropped)
-        hidden = ops.identity(torch.tanh(x @ weight) * kept, ring.ring_id)
+        mask = torch.empty_like(x).bernoulli_(0.9, generator=self.dropped)
+        hidden = ops.identity(torch.tanh(x @ weight) * mask, ring.ring_id)
         partial = torch.relu(hidden @ up) @ down
         y = ops.all_reduce(partial, ring.ring_id, backward="identity")
         loss = (y - target).square().mean()

@@ -119,12 +119,12 @@ def test_a_call_that_one_rank_can_not_repeat(comm: Any, hazard: str) -> None:
         return comm.all_reduce(x * memory.shape[0])
 
     def unfit(x: torch.Tensor, batch: SimpleNamespace) -> Any:
-        found = plain(x, batch)
+        result = plain(x, batch)
         if hazard == "memory past operators":
             table[:] += 1
         if hazard == "a random number":
             generator.random()
-        return (found, batch) if hazard == "an object back" else found
+        return (result, batch) if hazard == "an object back" else result
 
     with raises(GraphError, UNFIT[hazard]):
         graph.capture(plain if comm.rank else unfit)(x, batch)
@@ -156,7 +156,7 @@ def test_replays_of_two_rings_on_streams(comm: Any) -> None:
     x = torch.ones(100_000, device=comm.device)
     for g in graphs:
         assert_bits_equal(g(x), x * 2)
-    streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    streams, outputs = [torch.cuda.Stream(), torch.cuda.Stream()], []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     for turn in range(20):
@@ -164,9 +164,9 @@ def test_replays_of_two_rings_on_streams(comm: Any) -> None:
             with torch.cuda.stream(stream):
                 if (turn + i) % 2 == comm.rank:
                     torch.cuda._sleep(2_000_000)
-                found.append(g(x))
+                outputs.append(g(x))
     torch.cuda.synchronize()
-    for one in found:
+    for one in outputs:
         assert_equal(one.unique().tolist(), [2.0], "sums")
     for ring in rings:
         ring.check()
@@ -275,11 +275,11 @@ def test_eager_calls_between_replays(comm: Any) -> None:
         x = torch.zeros(count, device=comm.device)
         for turn in range(8):
             x.fill_(turn)
-            given = g(x)
+            result = g(x)
             eager = ops.all_reduce(x * 2)
             apart = ops.all_reduce(x * 3, use_calc_stream=False)
             once_more = g(x)
-            for one, want in ((given, turn + 1), (eager, turn * 2), (apart, turn * 3)):
+            for one, want in ((result, turn + 1), (eager, turn * 2), (apart, turn * 3)):
                 assert_bits_equal(one[:5], torch.full((5,), 2.0 * want), f"turn {turn}")
                 assert_equal(bool((one == one[0]).all()), True, f"turn {turn}")
             assert_bits_equal(once_more[-5:], torch.full((5,), 2.0 * (turn + 1)), f"turn {turn}")
@@ -289,21 +289,21 @@ def test_eager_calls_between_replays(comm: Any) -> None:
 def test_threads_share_a_rank(comm: Any) -> None:
     """A process is one rank: its threads share rings and graphs (D9)."""
     g = graph.capture(lambda x: ops.all_reduce(x) * 3, outputs="copy")
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     x = torch.ones(5, device=comm.device)
 
     def work() -> None:
         assert_equal(commlib.comm() is comm, True, "the ring of the process")
         for turn in range(3):
-            found.append(g(x * (turn + 1)))
+            outputs.append(g(x * (turn + 1)))
         settle(comm)
 
     helper = Helper(comm, work)
     settle(comm)
     helper.act()  # captured there
     helper.raise_problem()
-    found.append(g(x * 4))  # and replayed here
-    for turn, one in enumerate(found):
+    outputs.append(g(x * 4))  # and replayed here
+    for turn, one in enumerate(outputs):
         assert_bits_equal(one, torch.full((5,), 6.0 * (turn + 1)), f"turn {turn}")
     assert_equal(len(g.entries), 1, "graphs")
 
@@ -334,11 +334,11 @@ def test_a_capture_that_begins_late(comm: Any) -> None:
     captured: Callable[..., Any] = graph.capture(eager, verify=False, outputs="copy")
     drawn: list[list[torch.Tensor]] = [[], []]
     with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", late):
-        for found, call in zip(drawn, (captured, eager), strict=True):
+        for outputs, call in zip(drawn, (captured, eager), strict=True):
             torch.manual_seed(5)
             for _ in range(3):
                 x = x.clone()  # the second call captures again, with memory of the graph's own
-                found.append(call(x))
+                outputs.append(call(x))
     for turn, (one, want) in enumerate(zip(*drawn, strict=True)):
         assert_bits_equal(one, want, f"call {turn}")
 
@@ -353,11 +353,11 @@ def test_many_pools(comm: Any) -> None:
         captured, x = graph.capture(module), torch.ones(2, 4, device=comm.device)
         for _ in range(3):
             captured(x).sum().backward()
-        found = torch.clone(module.weight.grad)
+        grad = torch.clone(module.weight.grad)
         module.zero_grad()
         for _ in range(3):
             module(x).sum().backward()
-        assert_bits_equal(found, module.weight.grad, f"pool {turn}")
+        assert_bits_equal(grad, module.weight.grad, f"pool {turn}")
     numbers = [torch.cuda.graph_pool_handle()[1] for _ in range(3)]
     assert_equal(numbers, [numbers[0], numbers[0] + 1, numbers[0] + 2], "numbers of pools")
 

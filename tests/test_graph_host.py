@@ -38,7 +38,7 @@ class Seen:
     def brings(self) -> list[Any]:
         """Run the host's part, and return what it has brought."""
         self.host.run()
-        return [room.tolist() for room in self.rooms]
+        return [buf.tolist() for buf in self.rooms]
 
 
 def test_rooms_last_as_long_as_the_graph() -> None:
@@ -93,27 +93,27 @@ def test_typed_values_are_brought_once() -> None:
         return made, first, other.new_tensor(4), other[[0, 2]], buffer.to(META)
 
     seen = Seen(f)
-    assert_equal([room.tolist() for room in seen.rooms[:2]], [[-1, -1], -1], "in the capture")
+    assert_equal([buf.tolist() for buf in seen.rooms[:2]], [[-1, -1], -1], "in the capture")
     for _ in range(2):
         assert_equal(seen.brings(), [[1.0, 2.0], 3, [0.0, 0.0], 4.0, [0, 2], [1.0, 1.0]], "brought")
-    for room in seen.rooms:
-        room.fill_(-1)
+    for buf in seen.rooms:
+        buf.fill_(-1)
     assert_equal(seen.brings()[0], [-1.0, -1.0], "what stays as it is is not brought again")
 
 
 def test_tensors_of_the_program_are_brought_each_time() -> None:
-    given, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    source, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
 
     def f() -> object:
-        total.add_(given)
+        total.add_(source)
         fresh = torch.zeros(2)
         fresh[0] = total[1]  # depends on the program from here on
-        return total.to(META), fresh.to(META), torch.empty(2, device=META).copy_(given * 2)
+        return total.to(META), fresh.to(META), torch.empty(2, device=META).copy_(source * 2)
 
     seen = Seen(f)
     assert_equal(total.tolist(), [0.0, 0.0], "the capture does not count")
     assert_equal(seen.brings(), [[1.0, 2.0], [2.0, 0.0], [2.0, 4.0]], "first")
-    given.fill_(10)
+    source.fill_(10)
     assert_equal(seen.brings(), [[11.0, 12.0], [12.0, 0.0], [20.0, 20.0]], "second")
     assert_equal(total.tolist(), [11.0, 12.0], "each call counts")
 
@@ -126,10 +126,10 @@ def test_random_numbers_of_the_host() -> None:
     state = torch.get_rng_state()
     seen = Seen(f)
     assert_equal(bool((torch.get_rng_state() == state).all()), True, "the capture does not count")
-    found = [seen.brings() for _ in range(3)]
+    actual = [seen.brings() for _ in range(3)]
     torch.manual_seed(7)
     want = [[torch.rand(3).tolist(), torch.ones(3).bernoulli_(0.5).tolist()] for _ in range(3)]
-    assert_equal(found, want, "as eager code draws")
+    assert_equal(actual, want, "as eager code draws")
 
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -144,23 +144,23 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("how", READS)
 def test_values_that_are_read(how: str) -> None:
-    given, total = torch.tensor(2.0), torch.zeros(())
+    source, total = torch.tensor(2.0), torch.zeros(())
 
     def f() -> object:
         total.add_(1)
         torch.rand(3)
         READS[how](torch.tensor(5.0))  # the same at each call
-        return READS[how](given * 1)
+        return READS[how](source * 1)
 
     seen = Seen(f)
     seen.host.run()
-    given.fill_(0.0)
+    source.fill_(0.0)
     state = torch.get_rng_state()
     with pytest.raises(OtherValue, match=r"test_graph_host\.py"):
         seen.host.run()
     assert_equal(total.item(), 1.0, "a call that is made eagerly counts there")
     assert_equal(bool((torch.get_rng_state() == state).all()), True, "its draws too")
-    given.fill_(2.0)
+    source.fill_(2.0)
     seen.host.run()
     assert_equal(total.item(), 2.0, "the graph fits again")
 
@@ -206,12 +206,12 @@ def test_steps(comm: Any) -> None:
 
     def run(calls: Callable[[Program], Callable[..., torch.Tensor]]) -> list[torch.Tensor]:
         torch.manual_seed(comm.rank)
-        program, found = Program(), []
+        program, outputs = Program(), []
         call = calls(program)
         for turn in range(12):
             program.given.fill_(turn)
-            found.append(call(torch.full((3,), turn + 1.0, device=gpu)).clone())
-        return [*found, program.total, torch.get_rng_state()]
+            outputs.append(call(torch.full((3,), turn + 1.0, device=gpu)).clone())
+        return [*outputs, program.total, torch.get_rng_state()]
 
     graphs: list[Any] = []
 
@@ -243,25 +243,25 @@ def test_branches(comm: Any) -> None:
     weight = torch.ones(3, device=comm.device, requires_grad=True)
     for grad in (False, True):
         g = graph.capture(f, outputs="copy")
-        found: list[list[torch.Tensor]] = []
+        results: list[list[torch.Tensor]] = []
         for call in (g, f):
             torch.manual_seed(1)
-            found.append([])
+            results.append([])
             for turn in range(40):
                 gate.fill_(turn % 7 > 0)
                 weight.grad = None
                 with torch.set_grad_enabled(grad):
                     y = call(torch.full((3,), 1.0 + turn, device=comm.device), weight)
-                found[-1].append(y.detach().clone())
+                results[-1].append(y.detach().clone())
                 if grad:
                     y.sum().backward()
                     assert weight.grad is not None
-                    found[-1].append(weight.grad)
+                    results[-1].append(weight.grad)
             if call is g:
                 assert_equal(len(ran) < 40, True, f"{len(ran)} runs of the function")
                 assert_equal(len(g.entries), 1, "graphs")
             ran.clear()
-        for turn, (one, want) in enumerate(zip(*found, strict=True)):
+        for turn, (one, want) in enumerate(zip(*results, strict=True)):
             assert_bits_equal(one, want, f"turn {turn}, {grad}")
 
 

@@ -76,9 +76,9 @@ def test_results_and_gradients(ring: Any, backend: str) -> None:
         expected = reduced(x @ first) @ last
         wanted = torch.autograd.grad(expected.sum(), [x, *parameters])
         expected = expected.detach()  # eager nodes that live would refuse the capture on GPUs
-        found = call(x)
-        assert_bits_equal(found, expected, f"turn {turn}")
-        for i, grad in enumerate(torch.autograd.grad(found.sum(), [x, *parameters])):
+        result = call(x)
+        assert_bits_equal(result, expected, f"turn {turn}")
+        for i, grad in enumerate(torch.autograd.grad(result.sum(), [x, *parameters])):
             assert_bits_equal(grad, wanted[i], f"turn {turn}, gradient {i}")
     assert_equal(captured.entries.replays, 3, "replays")
     assert_equal(len(breaks()), 1, f"graph breaks: {breaks()}")
@@ -295,8 +295,8 @@ def test_fullgraph(ring: Any) -> None:
     scale = scale_of(2)
     with raises(*REASON):  # the look-up of a method that the object does not have yet
         compiled(lambda x: scale.scaled(x), "aot_eager", fullgraph=True)(batch(ring, 0))
-    whole = compiled(lambda x: (x * 2) @ weight, graph.backend, fullgraph=True)
-    check_calls(ring, whole, lambda x: (x * 2) @ weight)  # as the error says
+    compiled_fn = compiled(lambda x: (x * 2) @ weight, graph.backend, fullgraph=True)
+    check_calls(ring, compiled_fn, lambda x: (x * 2) @ weight)  # as the error says
     torch._dynamo.reset()
 
 
@@ -339,8 +339,8 @@ def test_views_of_outputs_end_with_them(ring: Any, backend: str, view: str) -> N
     calls: tuple[Call, ...] = (of_call, lambda x: of_output(before(x)))
     for call in calls:
         for turn in range(3):
-            found = call(batch(ring, turn))
-            assert_bits_equal(found, make(batch(ring, turn) * 2), f"turn {turn}")
+            result = call(batch(ring, turn))
+            assert_bits_equal(result, make(batch(ring, turn) * 2), f"turn {turn}")
         call(batch(ring, 3))
         with raises(RuntimeError, "overwritten"):
-            found.sum()
+            result.sum()

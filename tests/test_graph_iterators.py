@@ -29,10 +29,10 @@ def tensors() -> list[torch.Tensor]:
 
 def filled(kind: Any) -> Any:
     """Return a queue of tensors."""
-    found = kind()
+    q = kind()
     for x in tensors():
-        found.put(x)
-    return found
+        q.put(x)
+    return q
 
 
 def yielded() -> Iterator[torch.Tensor]:
@@ -250,11 +250,11 @@ def test_a_training_step_over_batches() -> None:
             (weight * next(batches)).square().sum().backward()
             optimizer.step()
 
-        call, found = captured(step), []
+        call, weights = captured(step), []
         for _ in range(7):
             call()
-            found.append(weight.item())
-        return found
+            weights.append(weight.item())
+        return weights
 
     want = trained(lambda f: f)
     assert_equal(trained(lambda f: graph.capture(f, on_fail="eager")), want)

@@ -35,8 +35,8 @@ class Layer(Table):
         self.act: nn.Module = nn.Tanh()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.act(super().forward(x) + self.weight)
-        return found
+        result: torch.Tensor = self.act(super().forward(x) + self.weight)
+        return result
 
 
 def _write(name: str, key: str, value: Callable[[Any], Any]) -> Callable[[nn.Module], None]:
@@ -65,18 +65,18 @@ CHANGES: dict[str, tuple[type[Table], Callable[[Table], object]]] = {
 @runs_on("unified_ranks")
 def test_parts_that_are_replaced(comm: Any, change: str, keep: bool) -> None:
     """The call after the change uses what the module holds now; no verified call finds it."""
-    (kind, replace), found = CHANGES[change], list[list[torch.Tensor]]()
+    (kind, replace), runs = CHANGES[change], list[list[torch.Tensor]]()
     for way in (lambda module: module, graph.capture(verify=False)):
         module = kind().to(comm.device)
-        kept = [*module.buffers(), *module.parameters(), *module.children()] if keep else []
+        held = [*module.buffers(), *module.parameters(), *module.children()] if keep else []
         call, results = way(module), list[torch.Tensor]()
         for turn in range(7):
             if turn == 4:
                 replace(module)
             results.append(call(torch.full((2,), turn + 1.0, device=comm.device)).clone())
-        found.append(results)
-        del kept
-    for turn, (actual, exact) in enumerate(zip(found[1], found[0], strict=True)):
+        runs.append(results)
+        del held
+    for turn, (actual, exact) in enumerate(zip(runs[1], runs[0], strict=True)):
         assert_bits_equal(actual, exact, f"call {turn}")
 
 

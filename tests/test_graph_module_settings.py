@@ -300,21 +300,21 @@ def test_a_call_while_another_thread_looks_at_modules(
     for value in (7.0, 7.0, 1.0, 1.0):
         module._held = value
         g(x)
-    plain, found, threads = getattr(ModuleWatch, moment), list[float](), list[threading.Thread]()
+    plain, values, threads = getattr(ModuleWatch, moment), list[float](), list[threading.Thread]()
 
     def slowly(self: ModuleWatch, *args: Any) -> Any:
         monkeypatch.setattr(ModuleWatch, moment, plain)
         made = plain(self, *args)
-        threads.append(threading.Thread(target=lambda: found.append(g(x).item())))
+        threads.append(threading.Thread(target=lambda: values.append(g(x).item())))
         threads[0].start()
         threads[0].join(0.3)  # it waits for this thread, or has seen the change
         return made
 
     module._held = 7.0
     monkeypatch.setattr(ModuleWatch, moment, slowly)
-    found.append(g(x).item())
+    values.append(g(x).item())
     threads[0].join()
-    assert_equal(found, [7.0, 7.0])
+    assert_equal(values, [7.0, 7.0])
 
 
 def test_a_look_of_another_thread_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ def test_a_call_while_another_thread_changes_a_module(
 ) -> None:
     """A change is reported when it is there: a look before that would keep the old state."""
     module = Parts()
-    found = list[float]()
+    values = list[float]()
     old = [*module.parameters(), *module.buffers(), *module.children()]  # they stay alive
     g, x = graph.capture(module, outputs="copy", verify=False), torch.ones(1)
     plain = ModuleWatch.note
@@ -384,12 +384,12 @@ def test_a_call_while_another_thread_changes_a_module(
     def note(self: ModuleWatch) -> None:
         monkeypatch.setattr(ModuleWatch, "note", plain)
         plain(self)
-        found.append(call())
+        values.append(call())
 
     assert_equal([call(), call()], [1.0, 1.0])
     monkeypatch.setattr(ModuleWatch, "note", note)
     module.replace(part)
-    assert_equal([*found, call()], [7.0, 7.0])
+    assert_equal([*values, call()], [7.0, 7.0])
     assert_equal(len(old), 3, "old parts")
 
 

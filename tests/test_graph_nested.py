@@ -23,9 +23,9 @@ def test_graphed_modules(comm: Any) -> None:
     scored = graph.capture(lambda x: graphed(x) * 2, outputs="copy")
     for turn in range(5):
         x = torch.full((3, 8), float(turn), device=comm.device)
-        found, want = scored(x), eager(x) * 2
-        assert_equal(torch.equal(found, want), True, f"turn {turn}")
-        for module, out in ((graphed, found), (eager, want)):
+        actual, want = scored(x), eager(x) * 2
+        assert_equal(torch.equal(actual, want), True, f"turn {turn}")
+        for module, out in ((graphed, actual), (eager, want)):
             module.zero_grad()
             out.sum().backward()
         pairs = zip(graphed.parameters(), eager.parameters(), strict=True)
@@ -41,21 +41,21 @@ def test_graphed_modules(comm: Any) -> None:
 def test_graphs_of_the_program(comm: Any) -> None:
     """A replay of the program's own graph is refused by name, and the call counts."""
     total = torch.zeros(4, device=comm.device)
-    own, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(own, stream=stream):
+    cuda_graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(cuda_graph, stream=stream):
         total.add_(1)
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        own.replay()
+        cuda_graph.replay()
         return x + total
 
     x = torch.zeros(4, device=comm.device)
     with raises(GraphError, "replay of a CUDA graph can't be captured"):
         graph.capture(f)(x)
-    kept = graph.capture(f, on_fail="eager")
+    captured = graph.capture(f, on_fail="eager")
     for turn in range(1, 4):
         total.zero_()
-        assert_equal(kept(x).tolist(), [1.0] * 4, f"turn {turn}")
+        assert_equal(captured(x).tolist(), [1.0] * 4, f"turn {turn}")
 
 
 @runs_on("gpu_ranks")
@@ -75,8 +75,8 @@ def test_memory_that_each_call_empties(comm: Any) -> None:
     g, others = graph.capture(f, outputs="copy"), []
     for turn in range(6):
         others.append(torch.full((count,), -1.0, device=comm.device))  # it may be there now
-        found = g(torch.full((count,), float(turn), device=comm.device))
-        assert_equal(torch.unique(found).tolist(), [2.0 * turn], f"turn {turn}")
+        result = g(torch.full((count,), float(turn), device=comm.device))
+        assert_equal(torch.unique(result).tolist(), [2.0 * turn], f"turn {turn}")
         assert_equal(
             {x.sum().item() for x in others}, {-1.0 * count}, f"other memory in turn {turn}"
         )
@@ -103,16 +103,16 @@ def test_steps_with_fsdp(comm: Any) -> None:
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
-            found: torch.Tensor = loss.detach()
-            return found
+            result: torch.Tensor = loss.detach()
+            return result
 
-        call, found = step, []
+        call, losses = step, []
         for turn in range(8):
             if turn == 2:  # what FSDP makes in its first steps is there
                 call = captured(step)
             x = torch.full((4, 8), turn + 1.0 + comm.rank, device=comm.device)
-            found.append(call(x).clone())
-        return [*found, *(p.to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
+            losses.append(call(x).clone())
+        return [*losses, *(p.to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
 
     graphs = []
 

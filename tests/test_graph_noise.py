@@ -279,8 +279,8 @@ class Shaking(torch.autograd.Function):
 
 def shake(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Apply ``Shaking``."""
-    found: torch.Tensor = Shaking.apply(x, scale)  # type: ignore[no-untyped-call]
-    return found
+    result: torch.Tensor = Shaking.apply(x, scale)  # type: ignore[no-untyped-call]
+    return result
 
 
 def test_a_noisy_backward_hides_no_forward() -> None:
@@ -347,7 +347,7 @@ def test_names_that_are_bound() -> None:
     class State:
         h = torch.zeros(3)
 
-    state, kept = State(), list[torch.Tensor]()
+    state, saved = State(), list[torch.Tensor]()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         state.h = x * hidden.scale
@@ -356,8 +356,8 @@ def test_names_that_are_bound() -> None:
     g = graph.capture(f, verify=2)
     for turn in range(1, 6):
         g(X * turn)
-        kept.append(state.h)
-    assert_bits_equal(torch.stack(kept), torch.stack([X * 2 * turn for turn in range(1, 6)]))
+        saved.append(state.h)
+    assert_bits_equal(torch.stack(saved), torch.stack([X * 2 * turn for turn in range(1, 6)]))
     hidden.scale = 5.0
     g(X)
     with pytest.raises(GraphError, match=r"binds, leaf 0 differs .* 5\.0, and replayed 2\.0"):

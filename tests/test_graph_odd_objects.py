@@ -42,11 +42,11 @@ class OddText(float):
 )
 def test_objects_that_can_not_be_looked_at(odd: Any, word: str) -> None:
     """They are refused by what they raise; the function itself does not mind them."""
-    there, runs, x = odd(), list[int](), torch.ones(2)
+    obj, runs, x = odd(), list[int](), torch.ones(2)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
-        return x * (2 if there is not None else 3)
+        return x * (2 if obj is not None else 3)
 
     with raises(GraphError, "raises as it is looked at", word, "commlib.graph.eager"):
         graph.capture(f)(x)
@@ -60,12 +60,12 @@ def test_objects_that_can_not_be_looked_at(odd: Any, word: str) -> None:
 def test_an_object_that_can_not_be_looked_at_any_more() -> None:
     """The call that ends it counts once."""
     owner = [Owner()]
-    there, runs, x = weakref.proxy(owner[0]), list[int](), torch.ones(2)
+    proxy, runs, x = weakref.proxy(owner[0]), list[int](), torch.ones(2)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
         owner.clear()
-        return x * (2 if there is not None else 3)
+        return x * (2 if proxy is not None else 3)
 
     g = graph.capture(f, on_fail="eager")
     for turn in range(1, 4):
@@ -87,12 +87,12 @@ class Armed:
 
 def test_an_object_that_the_call_hides() -> None:
     """The call counts once and returns its result, or is undone as a whole."""
-    there, total, x = Armed(), torch.zeros(2), torch.ones(2)
+    obj, total, x = Armed(), torch.zeros(2), torch.ones(2)
 
     def f(x: torch.Tensor) -> torch.Tensor:
         total.add_(1)
         Armed.armed = True
-        return x * (2 if there is not None else 3)
+        return x * (2 if obj is not None else 3)
 
     Armed.armed = False
     g = graph.capture(f, on_fail="eager")

@@ -70,14 +70,14 @@ def stepped(
         p.square().sum().backward()
         optimizer.step()
 
-    step, found, kept = captured(step), list[torch.Tensor](), list[Any]()
+    step, weights, held = captured(step), list[torch.Tensor](), list[Any]()
     for turn in range(10):
         step()
         if turn in (4, 7):
-            kept += [optimizer.state, [dict(x) for x in optimizer.state.values()]] if keep else []
+            held += [optimizer.state, [dict(x) for x in optimizer.state.values()]] if keep else []
             change(optimizer)
-        found.append(p.detach().clone())
-    return found
+        weights.append(p.detach().clone())
+    return weights
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["released", "kept"])
@@ -90,8 +90,8 @@ def test_a_state_that_is_replaced(comm: Any, change: str, keep: bool) -> None:
     """
     captured = graph.capture(verify=False)
     expected = stepped(plain, comm.device, STATES[change], keep=keep)
-    found = stepped(captured, comm.device, STATES[change], keep=keep)
-    for turn, (actual, exact) in enumerate(zip(found, expected, strict=True)):
+    results = stepped(captured, comm.device, STATES[change], keep=keep)
+    for turn, (actual, exact) in enumerate(zip(results, expected, strict=True)):
         assert_bits_equal(actual, exact, f"after step {turn}")
 
 
@@ -132,7 +132,7 @@ def late(captured: Captured, device: torch.device, case: str) -> list[torch.Tens
     """Two parameters, of which one, or both, get a gradient after some steps."""
     p, q = one(1.0, device), one(2.0, device)
     optimizer = torch.optim.SGD([p, q], lr=0.5, momentum=0.9)
-    step, found = captured(optimizer.step), list[torch.Tensor]()
+    step, weights = captured(optimizer.step), list[torch.Tensor]()
     if case != "both":
         p.grad = torch.ones_like(p)
     for turn in range(9):
@@ -141,8 +141,8 @@ def late(captured: Captured, device: torch.device, case: str) -> list[torch.Tens
         if turn == 6 and case == "for a time":
             q.grad = None
         step()
-        found += [p.detach().clone(), q.detach().clone()]
-    return found
+        weights += [p.detach().clone(), q.detach().clone()]
+    return weights
 
 
 @pytest.mark.parametrize("case", ["one", "both", "at once", "for a time"])
@@ -150,11 +150,11 @@ def late(captured: Captured, device: torch.device, case: str) -> list[torch.Tens
 def test_a_gradient_that_comes_later(comm: Any, case: str) -> None:
     """An optimizer skips leaves without a gradient: which these are is a part of the key."""
     expected = late(plain, comm.device, case)
-    for name, found in {
+    for name, results in {
         "default": late(graph.capture, comm.device, case),
         "not verified": late(graph.capture(verify=False), comm.device, case),
     }.items():
-        for at, (actual, exact) in enumerate(zip(found, expected, strict=True)):
+        for at, (actual, exact) in enumerate(zip(results, expected, strict=True)):
             assert_bits_equal(actual, exact, f"{name}, step {at // 2}")
 
 
@@ -164,23 +164,23 @@ def clipped(captured: Captured, device: torch.device) -> list[torch.Tensor]:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(device)
     module[0].requires_grad_(False)
     clip = captured(lambda: nn.utils.clip_grad_norm_(module.parameters(), 1e-2))
-    found = []
+    results = []
     for turn in range(8):
         if turn == 4:
             module[0].requires_grad_(True)
         module.zero_grad()
         module(torch.full((2, 3), turn + 1.0, device=device)).sum().backward()
-        found.append(clip().clone())
-        found += [x.grad.clone() for x in module.parameters() if x.grad is not None]
-    return found
+        results.append(clip().clone())
+        results += [x.grad.clone() for x in module.parameters() if x.grad is not None]
+    return results
 
 
 @runs_on("unified_ranks")
 def test_a_part_that_is_trained_later(comm: Any) -> None:
     """New gradients are further inputs of the calls that follow, each of them once."""
-    expected, found = (clipped(x, comm.device) for x in (plain, graph.capture))
-    assert_equal(len(found), len(expected), "tensors")
-    for at, (actual, exact) in enumerate(zip(found, expected, strict=True)):
+    expected, results = (clipped(x, comm.device) for x in (plain, graph.capture))
+    assert_equal(len(results), len(expected), "tensors")
+    for at, (actual, exact) in enumerate(zip(results, expected, strict=True)):
         assert_bits_equal(actual, exact, f"tensor {at}")
 
 
@@ -197,14 +197,14 @@ def test_a_frozen_part_with_gradients(comm: Any) -> None:
             p.square().sum().backward()
             optimizer.step()
 
-        step, found = captured(step), list[bool]()
+        step, dropped = captured(step), list[bool]()
         q.requires_grad_(False)
         for turn in range(8):
             if turn in (4, 6):
                 q.grad = torch.ones_like(q)
             step()
-            found.append(q.grad is None)
-        results.append((found, p.tolist(), q.tolist()))
+            dropped.append(q.grad is None)
+        results.append((dropped, p.tolist(), q.tolist()))
     assert_equal(results[1], results[0], "gradients that are dropped, and parameters")
 
 
@@ -253,10 +253,10 @@ def test_gradients_without_a_run_before_the_capture(comm: Any, verify: Any) -> N
             p.square().sum().backward()
             optimizer.step()
 
-        step, found = captured(step), list[torch.Tensor]()
+        step, tensors = captured(step), list[torch.Tensor]()
         for _ in range(6):
             step()
             assert p.grad is not None
-            found += [p.detach().clone(), p.grad.clone()]
-        results.append(torch.stack(found))
+            tensors += [p.detach().clone(), p.grad.clone()]
+        results.append(torch.stack(tensors))
     assert_bits_equal(results[1], results[0], "parameters and gradients")

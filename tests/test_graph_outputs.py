@@ -29,9 +29,9 @@ def test_borrowed_outputs(comm: Any) -> None:
     with raises(RuntimeError, "overwritten", "test_graph_outputs.py", "clone"):
         print(first + 1)
     assert_bits_equal(called, torch.ones(3), "of the first call")
-    kept = f(x).clone()
+    copied = f(x).clone()
     f(x)
-    assert_bits_equal(kept, torch.ones(3))
+    assert_bits_equal(copied, torch.ones(3))
 
 
 @runs_on("unified_ranks")
@@ -50,16 +50,16 @@ def test_outputs_are_borrowed_again(comm: Any) -> None:
     for turn, held in enumerate(holders * 2):
         x = torch.full((3,), float(turn), device=comm.device)
         up, twice = f(x)
-        kept, gone = held(up), held(twice)
+        holder, gone = held(up), held(twice)
         del up, twice, gone
         up, twice = f(x + 1)
         assert_bits_equal(up, x + 2, f"turn {turn}")
         assert_bits_equal(twice, x * 2 + 2, f"turn {turn}")
         with raises(RuntimeError, "overwritten", "test_graph_outputs.py"):
-            if not isinstance(kept, torch.Tensor):
-                kept = torch.empty(0, device=comm.device).set_(kept)
-            print(kept + 1)
-        del kept
+            if not isinstance(holder, torch.Tensor):
+                holder = torch.empty(0, device=comm.device).set_(holder)
+            print(holder + 1)
+        del holder
 
 
 @runs_on("unified_ranks")
@@ -105,9 +105,9 @@ def test_outputs_as_text(comm: Any) -> None:
             text = repr(wanting)
         assert text.startswith("tensor([1., 1.]") and "grad_fn=" in text, text
     lent = graph.capture(lambda x: x * 2)
-    found = [lent(x) for _ in range(3)]
+    outputs = [lent(x) for _ in range(3)]
     with raises(RuntimeError, "overwritten"):
-        repr(found[1])
+        repr(outputs[1])
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -140,18 +140,18 @@ def test_outputs_that_are_held_and_never_read(comm: Any, verify: bool) -> None:
 def test_attributes_of_overwritten_outputs(comm: Any) -> None:
     """An overwritten output has the attributes of a tensor; reading a view of it raises."""
     f, x = graph.capture(lambda x: x * 2), torch.ones(2, 3)
-    kept = [f(x) for _ in range(3)][1]
-    assert_equal((kept.shape, kept.stride(), kept.numel()), (x.shape, x.stride(), 6), "place")
-    assert_equal((kept.requires_grad, kept.is_leaf, kept.is_inference()), (False, True, False))
+    out = [f(x) for _ in range(3)][1]
+    assert_equal((out.shape, out.stride(), out.numel()), (x.shape, x.stride(), 6), "place")
+    assert_equal((out.requires_grad, out.is_leaf, out.is_inference()), (False, True, False))
     reads: list[Callable[[], Any]] = [
-        lambda: kept + 1,
-        lambda: kept.T + 1,
-        lambda: kept.mT.sum(),
-        lambda: kept.data.clone(),
-        lambda: kept.real.tolist(),
-        lambda: kept[0] + 1,
-        lambda: kept.data_ptr(),
-        lambda: f(kept),
+        lambda: out + 1,
+        lambda: out.T + 1,
+        lambda: out.mT.sum(),
+        lambda: out.data.clone(),
+        lambda: out.real.tolist(),
+        lambda: out[0] + 1,
+        lambda: out.data_ptr(),
+        lambda: f(out),
     ]
     for read in reads:
         with raises(RuntimeError, "overwritten", "test_graph_outputs.py"):
@@ -178,18 +178,18 @@ def test_outputs_of_other_classes(comm: Any, outputs: Any) -> None:
             first: list[torch.Tensor] = []
             for turn in range(5):
                 x = torch.full((3,), turn / 4, device=comm.device).as_subclass(Named)
-                found, want = captured(x), fn(x)
-                for got, exact in zip(found, want, strict=True):
+                actual, want = captured(x), fn(x)
+                for got, exact in zip(actual, want, strict=True):
                     named = isinstance(got, Named), isinstance(exact, Named)
                     assert_equal(*named, f"class in call {turn}")
                     assert_bits_equal(got, exact, f"call {turn}")
-                if found[0].requires_grad:
-                    grads = [torch.autograd.grad(x[0].sum(), weight)[0] for x in (found, want)]
+                if actual[0].requires_grad:
+                    grads = [torch.autograd.grad(x[0].sum(), weight)[0] for x in (actual, want)]
                     assert_bits_equal(*grads, f"gradient of call {turn}")
-                first.append(found[0])
-            for turn, kept in enumerate(first):  # none was overwritten
+                first.append(actual[0])
+            for turn, output in enumerate(first):  # none was overwritten
                 x = torch.full((3,), turn / 4, device=comm.device).as_subclass(Named)
-                assert_bits_equal(kept, fn(x)[0], f"kept from call {turn}")
+                assert_bits_equal(output, fn(x)[0], f"kept from call {turn}")
 
 
 @runs_on("unified_ranks")
@@ -205,12 +205,12 @@ def test_a_storage_is_borrowed_again(comm: Any) -> None:
         out = f(x)
         (now,) = entry.parts[0].outputs._guards.by_position.values()
         assert_equal(now is loan, True, "the same loan")
-        kept = out if held else None
+        holder = out if held else None
         del out
     f(x)
     last = [*entry.parts[0].outputs._guards.by_position.values()]
     assert_equal(last == [loan], False, "after one that is held")
-    del kept
+    del holder
 
 
 @runs_on("cpu_ranks")
@@ -239,11 +239,11 @@ def test_shared_memory(comm: Any) -> None:
 
     early()
     late = graph.capture(lambda y: y * 2 + 1)
-    given = late(x)
+    result = late(x)
     for _ in range(3):
         early()
     assert_bits_equal(
-        given, torch.full((1000,), 3.0), "an output after the replay of another graph"
+        result, torch.full((1000,), 3.0), "an output after the replay of another graph"
     )
     if on_gpu(comm):
         one, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -292,9 +292,9 @@ def test_outputs_that_repeat_elements(comm: Any) -> None:
             captured = graph.capture(fn, verify=False, outputs=outputs)
             for turn in range(4):
                 x = torch.full((4,), float(turn), device=comm.device)
-                found, want = captured(x), fn(x)
-                assert_equal(found.stride(), want.stride(), f"strides in call {turn}")
-                assert_bits_equal(found, want, f"call {turn}")
-                (grad,) = torch.autograd.grad(found.square().sum(), weight)
+                actual, want = captured(x), fn(x)
+                assert_equal(actual.stride(), want.stride(), f"strides in call {turn}")
+                assert_bits_equal(actual, want, f"call {turn}")
+                (grad,) = torch.autograd.grad(actual.square().sum(), weight)
                 (other,) = torch.autograd.grad(want.square().sum(), weight)
                 assert_bits_equal(grad, other, f"gradient of call {turn}")

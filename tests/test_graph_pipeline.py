@@ -60,7 +60,7 @@ def train(layers: list[Any], call: Callable[..., torch.Tensor], device: torch.de
     """Return the losses and then the weights; backwards come in another order in each step."""
     weights = [*Eager(layers).parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.05, momentum=0.9)
-    found: list[Any] = []
+    results: list[Any] = []
     torch.manual_seed(11)
     order = torch.Generator().manual_seed(3)
     for microbatches in ROUNDS:
@@ -71,8 +71,8 @@ def train(layers: list[Any], call: Callable[..., torch.Tensor], device: torch.de
             for i in torch.randperm(microbatches, generator=order).tolist():
                 losses[i].backward()
             optimizer.step()
-            found += [loss.detach() for loss in losses]
-    return [*found, *(weight.detach() for weight in weights)]
+            results += [loss.detach() for loss in losses]
+    return [*results, *(weight.detach() for weight in weights)]
 
 
 def slots(pipeline: graph.Pipeline) -> list[int]:
@@ -88,8 +88,8 @@ def test_trains_as_eager(comm: Any, count: int | None) -> None:
     layers, plain = model(comm.device), model(comm.device)
     expected = train(plain, Eager(plain), comm.device)
     pipeline = graph.pipeline(layers, slots=count)
-    found = train(layers, pipeline, comm.device)
-    for number, (one, want) in enumerate(zip(found, expected, strict=True)):
+    actual = train(layers, pipeline, comm.device)
+    for number, (one, want) in enumerate(zip(actual, expected, strict=True)):
         assert_bits_equal(one, want, f"tensor {number}")
     names = ["0 (eager)", "1-2", "3 (eager)", "4-5", "6 (eager)", "7 (eager)"]
     assert_equal(list(map(str, pipeline.stretches)), [f"layers {x}" for x in names], "stretches")
@@ -143,8 +143,8 @@ def test_where_layers_are_cut() -> None:
     assert shared(tied) == ["0-3"]
     outside = ["0 (eager)", "1", "2", "3 (eager)"]
     assert shared(tied, breaks=(2,)) == outside
-    whole = torch.nn.Sequential(*lines)
-    assert shared([*lines[:2], lambda x: x @ whole[3].weight]) == ["0-2"]
+    model = torch.nn.Sequential(*lines)
+    assert shared([*lines[:2], lambda x: x @ model[3].weight]) == ["0-2"]
     first = lines[0]
     bound = [*lines[:2], lambda x: x @ first.weight]
     assert shared(bound, breaks=(1,)) == ["0 (eager)", "1", "2 (eager)"]
@@ -227,14 +227,14 @@ def test_a_slot_that_breaks(comm: Any) -> None:
     pipeline = graph.pipeline([first, fragile, last]).to(comm.device)
     plain = copy.deepcopy(torch.nn.Sequential(first, torch.nn.Tanh(), last))
     inputs = [torch.full((2, WIDTH), i + 1.0, device=comm.device) for i in range(6)]
-    found = []
+    actual = []
     for i, x in enumerate(inputs):
         broken.value += i == 4
-        found.append(pipeline(x).sum())
+        actual.append(pipeline(x).sum())
     assert_equal((broken.value, slots(pipeline)), (0, [4]), "one of six is eager, as is the first")
     assert_equal(list(map(str, pipeline.stretches)), ["layers 0-2"], "stretches")
     expected = [plain(x).sum() for x in inputs]
-    for losses in (found, expected):
+    for losses in (actual, expected):
         for i in (4, 1, 0, 3, 5, 2):
             losses[i].backward()
     pairs = zip(pipeline.parameters(), plain.parameters(), strict=True)
@@ -250,20 +250,20 @@ def test_evaluation_and_shapes(comm: Any) -> None:
     pipeline = graph.pipeline(layers).to(comm.device)
     plain = copy.deepcopy(torch.nn.Sequential(*layers))
     assert_equal(list(pipeline.state_dict()), list(plain.state_dict()), "names of the state dict")
-    kept: list[Any] = []
+    saved: list[Any] = []
     for turn in range(3):
         for rows in (2, 5):
             x = torch.full((rows, WIDTH), turn + 1.0, device=comm.device)
-            found = []
+            outputs = []
             for module in (pipeline, plain):
                 torch.manual_seed(turn)
                 trained = module.train()(x)
                 with torch.no_grad():
                     kept_one = module.eval()(x)
                 trained.sum().backward()
-                found += [trained.detach(), kept_one]
-            kept.append(found)
-    for turn, (trained, evaluated, plain_trained, plain_evaluated) in enumerate(kept):
+                outputs += [trained.detach(), kept_one]
+            saved.append(outputs)
+    for turn, (trained, evaluated, plain_trained, plain_evaluated) in enumerate(saved):
         assert_bits_equal(trained, plain_trained, f"training {turn}")
         assert_bits_equal(evaluated, plain_evaluated, f"evaluation {turn}")
     pairs = zip(pipeline.parameters(), plain.parameters(), strict=True)

@@ -99,12 +99,12 @@ def test_frozen_stages(comm: Any) -> None:
     frozen.requires_grad_(False)
     inputs = [torch.ones(SHAPE, device=comm.device) * (n + 1) for n in range(2)]
     ways: dict[str, Any] = {"frozen": last, "unused": lambda x: last(torch.ones_like(x))}
-    for what, stage in ways.items():
+    for label, stage in ways.items():
         last.zero_grad()
         losses = schedule.run({0: frozen, 1: stage}, inputs, lambda y, n: y.sum(), mock.Mock())
         want = [stage(frozen(x)).sum() for x in inputs]
         for loss, one in zip(losses, want, strict=True):
-            assert_bits_equal(loss, one.detach(), what)
+            assert_bits_equal(loss, one.detach(), label)
         assert last.weight.grad is not None and frozen.weight.grad is None
 
 

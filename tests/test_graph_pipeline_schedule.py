@@ -128,7 +128,7 @@ def loss(x: torch.Tensor, number: int) -> torch.Tensor:
 
 def reference(steps: int, schedule: PipelineSchedule, device: torch.device) -> list[Any]:
     """Return the losses of each step and the weights, by torch on one rank alone."""
-    parts, found = layers(device), []
+    parts, losses = layers(device), []
     optimizer = torch.optim.SGD([x for part in parts for x in part.parameters()], lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -141,8 +141,8 @@ def reference(steps: int, schedule: PipelineSchedule, device: torch.device) -> l
         for number in done:  # sums of gradients are in the order of the backwards
             results[number].backward()
         optimizer.step()
-        found += [x.detach() for x in results]
-    return [*found, *(x.detach() for part in parts for x in part.parameters())]
+        losses += [x.detach() for x in results]
+    return [*losses, *(x.detach() for part in parts for x in part.parameters())]
 
 
 def shuffled(microbatches: int) -> PipelineSchedule:
@@ -172,8 +172,8 @@ def test_steps_over_edges(comm: Any, name: str, whole: bool) -> None:
     connected = [ring.report()["communicator"] for ring in edges.rings.values()]
     assert_equal(connected, [True, True], "edges are connected before their first call")
     numbers = (comm.rank, comm.rank + 2)
-    own = [x for s in numbers for x in parts[s].parameters()]
-    optimizer = torch.optim.SGD(own, lr=0.1)
+    params = [x for s in numbers for x in parts[s].parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
     build: Any = torch.nn.Sequential if whole else lambda *stage: graph.pipeline(stage)
     stages = {s: build(parts[s], torch.nn.Tanh()) for s in numbers}
 
@@ -184,12 +184,12 @@ def test_steps_over_edges(comm: Any, name: str, whole: bool) -> None:
         return losses
 
     call: Any = graph.capture(step, outputs="copy") if whole else step
-    found = [x for i in range(6) for x in call(data(i, schedule.microbatches, comm.device))]
+    actual = [x for i in range(6) for x in call(data(i, schedule.microbatches, comm.device))]
     expected = reference(6, schedule, comm.device)
     losses, weights = expected[:-8], expected[-8:]
-    assert_equal(len(found), len(losses) * comm.rank, "losses on the last rank")
+    assert_equal(len(actual), len(losses) * comm.rank, "losses on the last rank")
     mine = [x for s in numbers for x in weights[2 * s : 2 * s + 2]]
-    results, wanted = [*found, *own], [*losses * comm.rank, *mine]
+    results, wanted = [*actual, *params], [*losses * comm.rank, *mine]
     for number, (one, want) in enumerate(zip(results, wanted, strict=True)):
         assert_bits_equal(one.detach(), want, f"tensor {number}")
     if whole:
@@ -206,8 +206,8 @@ def test_tensors_that_no_buffer_holds(comm: Any) -> None:
     stages: Any = {s: torch.nn.Identity() for s in (comm.rank, comm.rank + 2)}
     inputs = [torch.full((512, 1024), 1.0 + i, device=comm.device) for i in range(3)]
     weight = torch.ones(1, device=comm.device, requires_grad=True)
-    found = schedule.run(stages, [x * weight for x in inputs], lambda x, _: x.mean(), edges)
-    assert_equal([float(x) for x in found], [1.0, 2.0, 3.0] if comm.rank else [], "means")
+    losses = schedule.run(stages, [x * weight for x in inputs], lambda x, _: x.mean(), edges)
+    assert_equal([float(x) for x in losses], [1.0, 2.0, 3.0] if comm.rank else [], "means")
     if comm.rank == 0:
         assert_bits_equal(weight.grad, torch.full((1,), 6.0), "gradient")
     edges.close()

@@ -22,8 +22,8 @@ def test_schedules_of_torch(device: str, launcher: tuple[str, ...]) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     expected = {
-        f"{kind.__name__}, {how}: same True, settled True": 2  # ranks
+        f"{kind.__name__}, {mode}: same True, settled True": 2  # ranks
         for kind, _ in SCHEDULES
-        for how in ("pipeline", "capture")
+        for mode in ("pipeline", "capture")
     }
     assert Counter(out.splitlines()) == expected

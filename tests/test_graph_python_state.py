@@ -142,8 +142,8 @@ def test_values_that_names_are_bound_to(
     for turn in range(10):
         x = torch.full((2 + turn % 2,), float(turn))
         assert_bits_equal(g(x), x * 2, f"turn {turn}")
-        found, want = torch.utils._pytree.tree_leaves(state.held), value(x)
-        for one, other in zip(found, torch.utils._pytree.tree_leaves(want), strict=True):
+        actual, want = torch.utils._pytree.tree_leaves(state.held), value(x)
+        for one, other in zip(actual, torch.utils._pytree.tree_leaves(want), strict=True):
             assert_equal(
                 torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, True
             )
@@ -192,9 +192,9 @@ def test_an_eager_part_that_binds_names() -> None:
         assert len(log) == 1006, len(log)
         del log[1000:]
         negative.set()
-        with pytest.raises(GraphError) as found:
+        with pytest.raises(GraphError) as excinfo:
             g(torch.ones(2))
-        assert_equal(found.value.done, True, "whether the call was made")
+        assert_equal(excinfo.value.done, True, "whether the call was made")
         negative.clear()
         del log[1000:]
 
@@ -375,8 +375,8 @@ def test_counters(made: Callable[[], Any], on_fail: OnFail) -> None:
 
     def f(x: torch.Tensor) -> torch.Tensor:
         note()
-        found: torch.Tensor = x + float(counted())
-        return found
+        result: torch.Tensor = x + float(counted())
+        return result
 
     g, x = graph.capture(f, on_fail=on_fail, outputs="copy"), torch.zeros(2)
     for turn in range(1, 6):
@@ -391,10 +391,10 @@ def test_counters(made: Callable[[], Any], on_fail: OnFail) -> None:
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
 def test_elements_that_a_queue_is_given(on_fail: OnFail) -> None:
     """A replay would give it none."""
-    given = queue.Queue[int]()
+    q = queue.Queue[int]()
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        given.put(x.shape[0])
+        q.put(x.shape[0])
         return x * 2
 
     g, x = graph.capture(f, on_fail=on_fail), torch.zeros(2)
@@ -404,7 +404,7 @@ def test_elements_that_a_queue_is_given(on_fail: OnFail) -> None:
                 g(x)
         else:
             g(x)
-        assert_equal(given.qsize(), turn if on_fail == "eager" else 0, f"turn {turn}")
+        assert_equal(q.qsize(), turn if on_fail == "eager" else 0, f"turn {turn}")
 
 
 def test_arrays_over_memory_of_tensors() -> None:
@@ -425,9 +425,9 @@ class Clipped(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
         """Return a multiple, and change the next one."""
-        found = x * Clipped.settings["scale"]
+        result = x * Clipped.settings["scale"]
         Clipped.settings["scale"] *= 2
-        return found
+        return result
 
     @staticmethod
     def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -197,13 +197,13 @@ class Scale(nn.Module):
 
 
 def _scripted(device: torch.device) -> torch.nn.Module:
-    found: torch.nn.Module = torch.jit.script(Scale().to(device))
-    return found
+    module: torch.nn.Module = torch.jit.script(Scale().to(device))
+    return module
 
 
 def _traced(device: torch.device) -> torch.nn.Module:
-    found: torch.nn.Module = torch.jit.trace(Scale().to(device), torch.ones(2, device=device))
-    return found
+    traced: torch.nn.Module = torch.jit.trace(Scale().to(device), torch.ones(2, device=device))
+    return traced
 
 
 @pytest.mark.parametrize("make", [_scripted, _traced])

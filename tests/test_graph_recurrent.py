@@ -18,16 +18,16 @@ def losses(kind: Any, comm: Any, captured: Callable[[Any], Any]) -> list[torch.T
     """Train a network with dropout; returns what each turn gives, and where it leaves torch."""
     torch.manual_seed(0)
     network = kind(4, 8, num_layers=2, dropout=0.5).to(comm.device)
-    call, found = captured(network), []
+    call, results = captured(network), []
     for turn in range(10):
         if turn == _SEEDED_AT:
             torch.manual_seed(5)
         network.zero_grad()
         out, _ = call(torch.full((3, 2, 4), turn + 1.0, device=comm.device))
         out.square().mean().backward()
-        found += [out.detach().clone(), *(p.grad.clone() for p in network.parameters())]
-        found.append(default_generator(comm.device).get_state())
-    return found
+        results += [out.detach().clone(), *(p.grad.clone() for p in network.parameters())]
+        results.append(default_generator(comm.device).get_state())
+    return results
 
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
@@ -41,7 +41,7 @@ def test_dropout_of_recurrent_networks(comm: Any, kind: Any) -> None:
         return graphs[-1]
 
     want = losses(kind, comm, lambda network: network)
-    found = losses(kind, comm, captured)
-    equal = [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+    actual = losses(kind, comm, captured)
+    equal = [torch.equal(a, b) for a, b in zip(actual, want, strict=True)]
     assert_equal(equal, [True] * len(want), "bits")
     assert_equal(graph.report(graphs[0])[0]["replays"] > 1, True, "replays")

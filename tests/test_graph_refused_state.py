@@ -54,8 +54,8 @@ def test_two_names_that_change_places() -> None:
 
     def f(x: torch.Tensor) -> torch.Tensor:
         state.now, state.next = state.next, state.now
-        found: torch.Tensor = state.now + x
-        return found
+        out: torch.Tensor = state.now + x
+        return out
 
     with pytest.raises(GraphError, match=r"rebinds SimpleNamespace.now to a different tensor"):
         graph.capture(f)(torch.ones(2))
@@ -75,9 +75,9 @@ def test_a_name_that_a_replay_leaves_alone() -> None:
         g(torch.ones(2))
     more.set()
     words = r"key, which the function binds, leaf 0 is 7, and replayed 0"
-    with pytest.raises(GraphError, match=words) as found:
+    with pytest.raises(GraphError, match=words) as excinfo:
         g(torch.ones(2))
-    assert_equal(found.value.done, True, "whether the call was made")
+    assert_equal(excinfo.value.done, True, "whether the call was made")
     assert_equal(state.key, 7, "what the function did")
 
 

@@ -108,12 +108,12 @@ def test_times_of_kinds(comm: Any) -> None:
                 early(x)
     if comm.rank == 0:
         f.entries.drop(next(iter(f.entries)))
-    ((name, found),) = own_times(comm, [f, early, alone]).items()
-    assert_equal((name, len(found)), (f.name, 4), "as many as the flag says")
-    assert_equal(all(first >= began for first, _ in found), True, f"the last four: {found}")
+    ((name, spans),) = own_times(comm, [f, early, alone]).items()
+    assert_equal((name, len(spans)), (f.name, 4), "as many as the flag says")
+    assert_equal(all(first >= began for first, _ in spans), True, f"the last four: {spans}")
     assert alone.entries.times is not None
-    kept = [len(times.replays(Deadline(1)) or ()) for _, times in alone.entries.times.parts()]
-    assert_equal(sum(kept), 0, "a function without collectives is not timed")
+    counts = [len(times.replays(Deadline(1)) or ()) for _, times in alone.entries.times.parts()]
+    assert_equal(sum(counts), 0, "a function without collectives is not timed")
 
 
 @runs_on("unified_ranks")

@@ -68,10 +68,10 @@ def test_views_that_the_caller_changes(comm: Any, change: str) -> None:
     held, weight = torch.zeros(3, 2, device=comm.device), torch.nn.Parameter(torch.ones(2))
     captured = graph.capture(lambda x: (held.add_(x), held[:2], held, weight), verify=False)
     for turn in range(4):
-        _, view, own, parameter = captured(torch.ones(2, device=comm.device))
+        _, view, output, parameter = captured(torch.ones(2, device=comm.device))
         assert_bits_equal(view, held[:2], f"turn {turn}")
         assert_equal((view.requires_grad, hasattr(view, "tag")), (False, False), f"turn {turn}")
-        assert own is held
+        assert output is held
         assert parameter is weight
         CHANGES[change](view)
 
@@ -147,48 +147,48 @@ def test_made_objects(comm: Any, name: str) -> None:
 @runs_on("unified_ranks")
 def test_objects_in_objects(comm: Any) -> None:
     """Objects of the program stay what they are, in objects that each call makes."""
-    own = Stats()
-    captured = graph.capture(lambda x: (Step(x.sum(), Stats(own)), own), verify=False)
+    stats = Stats()
+    captured = graph.capture(lambda x: (Step(x.sum(), Stats(stats)), stats), verify=False)
     for turn in range(4):
         step, same = captured(torch.ones(2, device=comm.device))
         assert_bits_equal(step.loss, torch.tensor(2.0), f"turn {turn}")
-        assert_equal((_count(step.stats), _count(own)), (1, turn + 1), f"turn {turn}")
-        assert step.stats.shared is own
-        assert same is own
+        assert_equal((_count(step.stats), _count(stats)), (1, turn + 1), f"turn {turn}")
+        assert step.stats.shared is stats
+        assert same is stats
 
 
 @runs_on("unified_ranks")
 def test_arrays_over_memory_of_the_program(comm: Any) -> None:
     """What the program writes there, the caller sees."""
-    own, x = np.zeros(2), torch.ones(2, device=comm.device)
-    captured = graph.capture(lambda x: (x * 2, own[:1], Stats(own[1:])), verify=False)
+    array, x = np.zeros(2), torch.ones(2, device=comm.device)
+    captured = graph.capture(lambda x: (x * 2, array[:1], Stats(array[1:])), verify=False)
     for turn in range(4):
         _, view, stats = captured(x)
-        own += 1
+        array += 1
         assert_equal((view[0], stats.shared[0]), (turn + 1, turn + 1), f"turn {turn}")
 
 
 @runs_on("unified_ranks")
 def test_objects_that_are_made_once(comm: Any) -> None:
     """What the first call keeps, all others return."""
-    kept: dict[str, Stats] = {}
+    cache: dict[str, Stats] = {}
 
     def fn(x: torch.Tensor) -> Any:
-        if "stats" not in kept:
-            kept["stats"] = Stats()
-        return x * 2, kept["stats"]
+        if "stats" not in cache:
+            cache["stats"] = Stats()
+        return x * 2, cache["stats"]
 
     captured = graph.capture(fn, verify=False)
     for _ in range(4):
-        assert captured(torch.ones(2, device=comm.device))[1] is kept["stats"]
+        assert captured(torch.ones(2, device=comm.device))[1] is cache["stats"]
 
 
 @runs_on("unified_ranks")
 def test_objects_that_can_not_be_copied(comm: Any) -> None:
     """They are refused where a call makes them, and not where the program has them."""
-    x, own = torch.ones(2, device=comm.device), Stats(threading.Lock())
+    x, stats = torch.ones(2, device=comm.device), Stats(threading.Lock())
     with raises(GraphError, "each call makes (Stats)", "return what it holds"):
         graph.capture(lambda x: (x * 2, Stats(threading.Lock())), verify=False)(x)
-    captured = graph.capture(lambda x: (x * 2, own), verify=False)
+    captured = graph.capture(lambda x: (x * 2, stats), verify=False)
     for _ in range(3):
-        assert captured(x)[1] is own
+        assert captured(x)[1] is stats

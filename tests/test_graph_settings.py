@@ -34,8 +34,8 @@ class Trainer:
 
     def step(self, x: torch.Tensor) -> Any:
         """Return what all settings make of ``x``."""
-        found = self._scaled(x) * self.settings["deep"]["scale"][0] * Trainer.factor
-        return found * self.table["deep"]["scale"] * min(self.choice) * float(self.array[0])
+        scaled = self._scaled(x) * self.settings["deep"]["scale"][0] * Trainer.factor
+        return scaled * self.table["deep"]["scale"] * min(self.choice) * float(self.array[0])
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
@@ -160,8 +160,8 @@ class Scaling(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Scale products."""
-        found = func(*args, **(kwargs or {}))
-        return found * self.scale if func is torch.Tensor.mul else found
+        result = func(*args, **(kwargs or {}))
+        return result * self.scale if func is torch.Tensor.mul else result
 
 
 def test_modes_for_functions_are_in_the_key() -> None:
@@ -172,8 +172,8 @@ def test_modes_for_functions_are_in_the_key() -> None:
     modes = (nullcontext, lambda: Scaling(3.0), lambda: Scaling(5.0), lambda: torch.device("meta"))
     for turn in range(12):
         with modes[turn % 4]():
-            found, want = captured(x), fn(x)
-        assert_bits_equal(found, want, f"call {turn}")
+            actual, want = captured(x), fn(x)
+        assert_bits_equal(actual, want, f"call {turn}")
     assert_equal((len(captured.entries), captured.entries.replays), (4, 8), "graphs and replays")
 
 

@@ -23,9 +23,9 @@ def test_a_graph_holds_the_operators_alone(comm: Any) -> None:
     g = graph.capture(f)
     for _ in range(3):
         g(torch.ones(1 << 10, device=comm.device))
-    (found,) = parts(g)
-    assert_equal(len(found), 3, found)
-    assert_equal([name for name in found if name.startswith("mem")], [], found)
+    (nodes,) = parts(g)
+    assert_equal(len(nodes), 3, nodes)
+    assert_equal([name for name in nodes if name.startswith("mem")], [], nodes)
 
 
 @runs_on("unified_ranks")
@@ -34,9 +34,9 @@ def test_one_copy_an_output(comm: Any) -> None:
     g = graph.capture(lambda x: (x * 3, x - 1))
     for _ in range(3):
         g(torch.ones(1 << 10, device=comm.device))
-    (found,) = parts(g)
-    copies = [name for name in found if name == "memcpy" or "copy_" in name]
-    assert_equal((len(found), len(copies)), (4, 2), found)
+    (nodes,) = parts(g)
+    copies = [name for name in nodes if name == "memcpy" or "copy_" in name]
+    assert_equal((len(nodes), len(copies)), (4, 2), nodes)
 
 
 @runs_on("gpu_ranks")
@@ -46,9 +46,9 @@ def test_one_kernel_a_reduction(comm: Any) -> None:
     g = graph.capture(lambda: ops.all_reduce(x, out=x))
     for _ in range(3):
         g()
-    (found,) = parts(g)
-    assert_equal(len(found), 1, found)
-    assert_equal([name for name in found if name.startswith("mem")], [], found)
+    (nodes,) = parts(g)
+    assert_equal(len(nodes), 1, nodes)
+    assert_equal([name for name in nodes if name.startswith("mem")], [], nodes)
 
 
 @runs_on("unified_ranks")
@@ -88,10 +88,10 @@ def test_replays_that_the_host_runs_ahead_of(comm: Any) -> None:
         if stream is not None and turn % 2:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found = g(x)
+                out = g(x)
             torch.cuda.current_stream().wait_stream(stream)
         else:
-            found = g(x)
+            out = g(x)
         want.mul_(0.5).add_(x * comm.size)
-        wrong |= (found != want * 2).any()
+        wrong |= (out != want * 2).any()
     assert_equal(bool(wrong), False, "a replay that differs")

@@ -33,9 +33,9 @@ def rows(turn: int, device: torch.device) -> torch.Tensor:
 
 def taken(module: torch.nn.Module) -> list[torch.Tensor]:
     """Return the gradients of parameters, and leave none."""
-    found = [x.grad for x in module.parameters() if x.grad is not None]
+    grads = [x.grad for x in module.parameters() if x.grad is not None]
     module.zero_grad()
-    return found
+    return grads
 
 
 def images(device: torch.device) -> torch.nn.Sequential:
@@ -110,8 +110,8 @@ def test_a_hook_that_reads_late(comm: Any) -> None:
 
     parts = [chain(1, comm.device) for _ in range(3)]
     others = copy.deepcopy(parts)
-    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
-    hooked(parts, found)
+    grads, wanted = list[torch.Tensor](), list[torch.Tensor]()
+    hooked(parts, grads)
     hooked(others, wanted)
     captured = [graph.capture(part, verify=False) for part in parts]
     for turn in range(3):
@@ -120,7 +120,7 @@ def test_a_hook_that_reads_late(comm: Any) -> None:
             for call in calls:
                 x = call(x)
             x.square().sum().backward()
-    equal(found, wanted, "hooks")
+    equal(grads, wanted, "hooks")
 
 
 class Slow(torch.autograd.Function):
@@ -146,18 +146,18 @@ class Scale(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(1, 2, 256, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = Slow.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return found
+        out: torch.Tensor = Slow.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
 
 
 @runs_on("gpu_ranks")
 def test_a_gradient_that_comes_late(comm: Any) -> None:
     """A hook reads a gradient at once, and the graph that writes it is still under way."""
     seen: list[list[torch.Tensor]] = [[], []]
-    for kept, captured in zip(seen, (True, False), strict=True):
+    for copies, captured in zip(seen, (True, False), strict=True):
         module = Scale(comm.device)
         module.weight.register_post_accumulate_grad_hook(
-            lambda parameter, kept=kept: kept.append(torch.clone(parameter.grad))
+            lambda parameter, copies=copies: copies.append(torch.clone(parameter.grad))
         )
         call: Any = graph.capture(module, verify=False) if captured else module
         for turn in range(3):
@@ -172,21 +172,21 @@ def test_dropped_gradients(comm: Any) -> None:
     module = chain(3, comm.device)
     other = copy.deepcopy(module)
     captured = graph.capture(module, verify=False)
-    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
+    grads, wanted = list[torch.Tensor](), list[torch.Tensor]()
     for turn in range(4):
-        for call, of, kept in ((captured, module, found), (other, other, wanted)):
+        for call, of, saved in ((captured, module, grads), (other, other, wanted)):
             call(rows(turn, comm.device)).square().sum().backward()
             torch.cuda._sleep(_A_WHILE)
-            kept += [x.clone() for x in taken(of)]
-    equal(found, wanted, "gradients that were dropped")
+            saved += [x.clone() for x in taken(of)]
+    equal(grads, wanted, "gradients that were dropped")
 
 
 @runs_on("gpu_ranks")
 def test_two_models_on_two_streams(comm: Any) -> None:
     """What one stream's caller drops is not given to another one, whose kernels do not wait."""
-    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
+    grads, wanted = list[torch.Tensor](), list[torch.Tensor]()
     default = torch.cuda.default_stream(comm.device)
-    for eager, kept in ((False, found), (True, wanted)):
+    for eager, saved in ((False, grads), (True, wanted)):
         modules = [chain(1, comm.device) for _ in range(2)]
         calls: list[Any] = [x if eager else graph.capture(x, verify=False) for x in modules]
         streams = [torch.cuda.Stream(comm.device) for _ in modules]
@@ -197,17 +197,17 @@ def test_two_models_on_two_streams(comm: Any) -> None:
                     call(rows(turn + number, comm.device)).square().sum().backward()
                     if number == 0:
                         torch.cuda._sleep(_A_WHILE)
-                    kept += [x.clone() for x in taken(module)]
+                    saved += [x.clone() for x in taken(module)]
             for stream in streams:
                 default.wait_stream(stream)
-    equal(found, wanted, "gradients of two models")
+    equal(grads, wanted, "gradients of two models")
 
 
 @runs_on("gpu_ranks")
 def test_many_streams(comm: Any) -> None:
     """More streams call than torch has to deal out: side streams are shared, numbers right."""
     module = chain(1, comm.device)
-    found = list[torch.Tensor]()
+    grads = list[torch.Tensor]()
     for number in range(40):
         part = copy.deepcopy(module)
         captured = graph.capture(part, verify=False)
@@ -217,17 +217,17 @@ def test_many_streams(comm: Any) -> None:
                 captured(rows(turn, comm.device)).sum().backward()
             torch.cuda.current_stream(comm.device).synchronize()
         if number in (0, 20, 39):
-            found.append(*taken(part))
-    equal(found[1:], [found[0], found[0]], "gradients by stream")
+            grads.append(*taken(part))
+    equal(grads[1:], [grads[0], grads[0]], "gradients by stream")
 
 
 def on_a_stream(call: Callable[[], Any], device: torch.device) -> Any:
-    here, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    stream.wait_stream(here)
+    current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        found = call()
-    here.wait_stream(stream)
-    return found
+        result = call()
+    current.wait_stream(stream)
+    return result
 
 
 def in_a_thread(call: Callable[[], Any], device: torch.device) -> Any:
@@ -246,7 +246,7 @@ def elsewhere(comm: Any) -> None:
         module = make(comm.device)
         other = copy.deepcopy(module)
         captured = graph.capture(module, verify=False)
-        found: dict[str, list[torch.Tensor]] = {"captured": [], "eager": []}
+        grads: dict[str, list[torch.Tensor]] = {"captured": [], "eager": []}
         for turn in range(4):
             for name, call, of in (("captured", captured, module), ("eager", other, other)):
 
@@ -254,11 +254,11 @@ def elsewhere(comm: Any) -> None:
                     out: torch.Tensor = call(rows(turn, comm.device)).clone()
                     return out
 
-                here, there = forward(), way(forward, comm.device)
+                main_out, side_out = forward(), way(forward, comm.device)
                 torch.cuda._sleep(_A_WHILE)
-                (here * there).sum().backward()
-                found[name] += taken(of)
-        equal(found["captured"], found["eager"], way.__name__)
+                (main_out * side_out).sum().backward()
+                grads[name] += taken(of)
+        equal(grads["captured"], grads["eager"], way.__name__)
 
 
 @runs_on("gpu_ranks")
@@ -290,12 +290,12 @@ def test_a_backward_that_fails(comm: Any) -> None:
 @runs_on("gpu_ranks")
 def test_another_current_device(comm: Any) -> None:
     """The GPU of a captured call need not be the current one, which stays what it is."""
-    own = chain(2, comm.device)
-    eager, captured = copy.deepcopy(own), graph.capture(own)
+    module = chain(2, comm.device)
+    eager, captured = copy.deepcopy(module), graph.capture(module)
     other = 1 - comm.device.index
     with torch.cuda.device(other):
         for turn in range(4):
             for call in (eager, captured):
                 call(rows(turn, comm.device)).square().sum().backward()
                 assert_equal(torch.cuda.current_device(), other, f"current device, turn {turn}")
-            equal(taken(own), taken(eager), f"turn {turn}")
+            equal(taken(module), taken(eager), f"turn {turn}")

@@ -38,14 +38,14 @@ def test_slots_share_the_memory_of_their_backwards(comm: Any) -> None:
 
     def gradients(call: Any, count: int) -> torch.Tensor:
         outs = [call(x) for x in inputs[:count]]
-        found = [torch.autograd.grad(out.sum(), weight)[0] for out in (*outs[1::2], *outs[::2])]
-        return torch.stack(found)
+        grads = [torch.autograd.grad(out.sum(), weight)[0] for out in (*outs[1::2], *outs[::2])]
+        return torch.stack(grads)
 
     gradients(g, 2)
     before = usage(comm.device, 0)["graph_bytes"]
-    found = gradients(g, 8)
+    grads = gradients(g, 8)
     grown = usage(comm.device, 0)["graph_bytes"] - before
-    assert_bits_equal(found, gradients(fn, 8), "gradients of eight slots")
+    assert_bits_equal(grads, gradients(fn, 8), "gradients of eight slots")
     assert grown < 6 * NBYTES / 2, f"six more slots took {grown / 2**20:.0f} MiB"
 
 
@@ -185,8 +185,8 @@ def test_a_second_capture_of_a_slot(comm: Any) -> None:
     """What the first one has saved is released before, so that it takes the same memory."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        kept: torch.Tensor = Keeping.apply(x)  # type: ignore[no-untyped-call]
-        return kept
+        out: torch.Tensor = Keeping.apply(x)  # type: ignore[no-untyped-call]
+        return out
 
     g = graph.capture(fn, outputs="copy", verify=False)
     xs = [torch.randn(5, device=comm.device, requires_grad=True) for _ in range(2)]
@@ -219,19 +219,19 @@ class Shared(torch.nn.Module):
         self.block = block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.block(x)
-        return found
+        out: torch.Tensor = self.block(x)
+        return out
 
 
 def trained(block: Block, calls: list[Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the gradients of the last microbatch; all forwards come first."""
     outs = [call(x) for call, x in zip(calls, inputs, strict=True)]
-    found = list[torch.Tensor]()
+    grads = list[torch.Tensor]()
     for x in inputs:
-        found.clear()
+        grads.clear()
         out = outs.pop(0)
-        found = [*torch.autograd.grad(out, [x, *block.parameters()], torch.ones_like(out))]
-    return found
+        grads = [*torch.autograd.grad(out, [x, *block.parameters()], torch.ones_like(out))]
+    return grads
 
 
 @runs_on("gpu_ranks")
@@ -252,9 +252,9 @@ def test_memory_of_many_slots(comm: Any) -> None:
     start = usage(device, 0)["graph_bytes"]
     g = graph.capture(block, outputs="copy", slots=MICROBATCHES, verify=False)
     for _ in range(3):
-        found = trained(block, [g] * MICROBATCHES, inputs)
+        actual = trained(block, [g] * MICROBATCHES, inputs)
     slots = usage(device, 0)["graph_bytes"] - start
-    for number, (one, want) in enumerate(zip(found, wanted, strict=True)):
+    for number, (one, want) in enumerate(zip(actual, wanted, strict=True)):
         assert torch.allclose(one, want, rtol=1e-3, atol=1e-3), f"gradient {number}"
 
     start = usage(device, 0)["graph_bytes"]

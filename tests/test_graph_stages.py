@@ -41,8 +41,8 @@ def test_functions_of_a_first_call() -> None:
     graph.capture(lambda y: y * 2)(x)  # what is loaded and cached once
     gc.collect()  # what earlier tests left: functions that run as it is freed would count
 
-    found = functions_of(lambda: graph.capture(lambda y: y * 3)(x))
+    funcs = functions_of(lambda: graph.capture(lambda y: y * 3)(x))
 
-    assert len(found) <= MOST_CALLS
-    assert len(set(found)) <= MOST_FILES
-    assert sum(one != other for one, other in pairwise(found)) <= MOST_CHANGES
+    assert len(funcs) <= MOST_CALLS
+    assert len(set(funcs)) <= MOST_FILES
+    assert sum(one != other for one, other in pairwise(funcs)) <= MOST_CHANGES

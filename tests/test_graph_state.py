@@ -52,11 +52,11 @@ def seeds(comm: Any) -> None:
 
 def seeds_of_generators(comm: Any) -> None:
     """So is a function that sets the seed of a generator that it is given or makes."""
-    own = torch.Generator(comm.device)
+    rng = torch.Generator(comm.device)
 
     def of_its_own(x: torch.Tensor) -> torch.Tensor:
-        own.manual_seed(8)
-        return x + torch.rand(3, generator=own, device=x.device)
+        rng.manual_seed(8)
+        return x + torch.rand(3, generator=rng, device=x.device)
 
     def made(x: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator(x.device).manual_seed(8)
@@ -161,10 +161,10 @@ def containers(comm: Any) -> None:
         found.append(found[0] * 2)
 
     arguments: list[tuple[Any, Any]] = [(put, {"x": x}), (append, [x])]
-    for fn, given in arguments:
+    for fn, arg in arguments:
         with raises(GraphError, "changes a list or dict"):
-            graph.capture(fn)(given)
-        assert_equal(len(given), 1, "as before")
+            graph.capture(fn)(arg)
+        assert_equal(len(arg), 1, "as before")
 
 
 # -- arguments and outputs -------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def strides(comm: Any) -> None:
         torch.manual_seed(5)
         table = torch.randn(64, 200).to(comm.device)
         call = captured(lambda x: (x.sum(), x.stride()[0] * (x * 2)))
-        found = []
+        results = []
         for start in range(3):
-            given = [
+            inputs = [
                 table[:, start::2][:, :90],
                 table[:, start],
                 table[start].expand(7, 200),
@@ -187,8 +187,8 @@ def strides(comm: Any) -> None:
                 table.view(-1)[start : start + 90].unfold(0, 10, 3),
                 table[start:start],
             ]
-            found += [part.clone() for x in given for part in call(x)]
-        return found
+            results += [part.clone() for x in inputs for part in call(x)]
+        return results
 
     alike(program, "strides")
 
@@ -216,7 +216,7 @@ def objects(comm: Any) -> None:
             cache = Cache([SimpleNamespace(key=x * weight, value=y), {"more": (x + 1, y)}], 2)
             return {"cache": cache, "total": cache.rows[0].key.sum()}
 
-        call, found = captured(step), list[Any]()
+        call, results = captured(step), list[Any]()
         for turn in range(4):
             out = call(torch.full((2,), turn + 1.0, device=comm.device))
             cache = out["cache"]
@@ -225,15 +225,15 @@ def objects(comm: Any) -> None:
             cache.rows.append(turn)  # no part of the next one
             assert_equal(len(cache.rows), 3, "rows")
             cache.rows[0].key.square().sum().backward()
-            found += [cache.rows[0].key, cache.rows[1]["more"][0], out["total"], weight.grad]
-            found = [x.detach().clone() for x in found]
+            results += [cache.rows[0].key, cache.rows[1]["more"][0], out["total"], weight.grad]
+            results = [x.detach().clone() for x in results]
             weight.grad = None
-        return found
+        return results
 
     alike(program, "objects")
-    kept = graph.capture(lambda x: (outside, x * 2))
+    graphed = graph.capture(lambda x: (outside, x * 2))
     for _ in range(3):
-        assert_equal(kept(y)[0] is outside, True, "an object from outside")
+        assert_equal(graphed(y)[0] is outside, True, "an object from outside")
 
 
 def hiding(comm: Any) -> None:
@@ -243,9 +243,9 @@ def hiding(comm: Any) -> None:
         yield x * 2
 
     def round_about(x: torch.Tensor) -> Any:
-        found = SimpleNamespace(y=x * 2)
-        found.itself = found
-        return found
+        cyclic = SimpleNamespace(y=x * 2)
+        cyclic.itself = cyclic
+        return cyclic
 
     x = torch.ones(2, device=comm.device)
     with raises(GraphError, "holds itself"):
@@ -266,12 +266,12 @@ def own_operators(comm: Any) -> None:
             rows = ops.vocab_parallel_embedding(ids, weight, 8 * comm.rank, vocab_size=16)
             return rows, ops.softmax_with_cross_entropy(logits, labels)
 
-        call, found = captured(step), list[Any]()
+        call, results = captured(step), list[Any]()
         for turn in range(4):
             ids = torch.arange(5, device=comm.device) * (turn + 1) % 16
             logits = torch.linspace(turn, 1, 40).view(5, 8).to(comm.device)
-            found += [x.clone() for x in call(ids, logits, ids.view(5, 1))]
-        return found
+            results += [x.clone() for x in call(ids, logits, ids.view(5, 1))]
+        return results
 
     alike(program, "own operators")
 
@@ -284,8 +284,8 @@ def keys(comm: Any) -> None:
         [float(sign(x, c)) for c in (0j, complex(0, -0.0), 0j)], [1.0, -1.0, 1.0], "complex"
     )
     other = graph.capture(lambda x, c: x * math.copysign(1, c))
-    found = [float(other(x, c)) for c in (np.float32(0), np.float32(-0.0))]
-    assert_equal(found, [1.0, -1.0], "numpy")
+    results = [float(other(x, c)) for c in (np.float32(0), np.float32(-0.0))]
+    assert_equal(results, [1.0, -1.0], "numpy")
     mode: Any = 1
     by_key = graph.capture(lambda x: x * (2 if mode is True else 3), key=lambda x: (mode,))
     first = float(by_key(x))
@@ -356,8 +356,8 @@ def shapes(comm: Any) -> None:
 
         call = captured(reshaped)
         tables = [torch.arange(6.0, device=comm.device).view(3, 2) + turn for turn in range(3)]
-        found = [part.clone() for x in tables for part in index(x)]
-        return found + [call(x).clone() for x in tables]
+        results = [part.clone() for x in tables for part in index(x)]
+        return results + [call(x).clone() for x in tables]
 
     alike(program, "shapes")
     x = torch.ones(3, device=comm.device)
@@ -417,13 +417,13 @@ def test_recurrent(comm: Any) -> None:
     def program(captured: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(6)
         module = nn.LSTM(3, 4)
-        call, found = captured(module), []
+        call, results = captured(module), []
         for _ in range(3):
             x = torch.randn(5, 2, 3)
             y, (h, c) = call(x)
             (y.sum() + h.sum() * 2 + c.sum()).backward()
-            found += [y.detach().clone(), h.detach().clone(), c.detach().clone()]
-        return found + [weight.grad for weight in module.parameters()]
+            results += [y.detach().clone(), h.detach().clone(), c.detach().clone()]
+        return results + [weight.grad for weight in module.parameters()]
 
     alike(program, "LSTM")
 

@@ -31,13 +31,13 @@ def scheduled(captured: Callable[..., Any], device: torch.device) -> list[torch.
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    step, found = captured(optimizer.step), []
+    step, results = captured(optimizer.step), []
     for turn in range(8):
         step()
         if turn % 3 == 2:
             scheduler.step()
-        found.append(p.detach().clone())
-    return found
+        results.append(p.detach().clone())
+    return results
 
 
 def loaded(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -46,14 +46,14 @@ def loaded(captured: Callable[..., Any], device: torch.device) -> list[torch.Ten
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
     optimizer.step()
-    kept = copy.deepcopy(optimizer.state_dict())
-    step, found = captured(optimizer.step), []
+    saved = copy.deepcopy(optimizer.state_dict())
+    step, results = captured(optimizer.step), []
     for turn in range(6):
         if turn == 3:
-            optimizer.load_state_dict(kept)
+            optimizer.load_state_dict(saved)
         step()
-        found.append(p.detach().clone())
-    return found
+        results.append(p.detach().clone())
+    return results
 
 
 def usual_loop(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -61,13 +61,13 @@ def usual_loop(captured: Callable[..., Any], device: torch.device) -> list[torch
     torch.manual_seed(1)
     module = nn.Linear(3, 2).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    step, found = captured(optimizer.step), []
+    step, results = captured(optimizer.step), []
     for turn in range(6):
         optimizer.zero_grad()
         module(torch.full((2, 3), turn + 1.0, device=device)).square().mean().backward()
         step()
-        found.append(module.weight.detach().clone())
-    return found
+        results.append(module.weight.detach().clone())
+    return results
 
 
 def whole_step(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -83,11 +83,11 @@ def whole_step(captured: Callable[..., Any], device: torch.device) -> list[torch
         optimizer.step()
         return loss.detach()
 
-    call, found = captured(step), []
+    call, results = captured(step), []
     for turn in range(6):
-        found.append(call(torch.full((2, 3), turn + 1.0, device=device)).clone())
-        found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    return [*found, *module.parameters()]
+        results.append(call(torch.full((2, 3), turn + 1.0, device=device)).clone())
+        results += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return [*results, *module.parameters()]
 
 
 def eager_update(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -105,8 +105,8 @@ def eager_update(captured: Callable[..., Any], device: torch.device) -> list[tor
         return loss.detach()
 
     call = captured(step)
-    found = [call(torch.full((2, 3), turn + 1.0, device=device)).clone() for turn in range(6)]
-    return [*found, *module.parameters()]
+    results = [call(torch.full((2, 3), turn + 1.0, device=device)).clone() for turn in range(6)]
+    return [*results, *module.parameters()]
 
 
 def attributes(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -114,12 +114,12 @@ def attributes(captured: Callable[..., Any], device: torch.device) -> list[torch
     torch.manual_seed(1)
     module: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()).to(device)
     module[1].p = 0.0
-    call, found = captured(lambda x: module(x)), list[torch.Tensor]()
+    call, results = captured(lambda x: module(x)), list[torch.Tensor]()
     x = torch.ones(2, 3, device=device)
 
     def ask() -> None:
         with torch.no_grad():
-            found.extend(call(x).clone() for _ in range(3))
+            results.extend(call(x).clone() for _ in range(3))
 
     ask()
     module[1].p = 1.0
@@ -136,7 +136,7 @@ def attributes(captured: Callable[..., Any], device: torch.device) -> list[torch
     ask()
     handle.remove()
     ask()
-    return found
+    return results
 
 
 def numbers(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ def numbers(captured: Callable[..., Any], device: torch.device) -> list[torch.Te
 
     batch, settings, scale = Batch(), Batch(), 1.0
     call = captured(lambda b: b.x * b.scale * settings.scale * scale)
-    found = []
+    results = []
     for turn in range(8):
         if turn == 2:
             batch.x, batch.scale = torch.full((2,), 5.0, device=device), 3
@@ -156,8 +156,8 @@ def numbers(captured: Callable[..., Any], device: torch.device) -> list[torch.Te
             settings.scale = 7
         if turn == 6:
             scale = 0.5
-        found.append(call(batch).clone())
-    return found
+        results.append(call(batch).clone())
+    return results
 
 
 def cache(captured: Callable[..., Any], device: torch.device) -> list[torch.Tensor]:
@@ -169,12 +169,12 @@ def cache(captured: Callable[..., Any], device: torch.device) -> list[torch.Tens
             tables[len(x)] = torch.arange(float(len(x)), device=device)
         return x + tables[len(x)]
 
-    call, found = captured(look_up), []
+    call, results = captured(look_up), []
     for turn in range(6):
         if turn == 3:
             tables[3] = tables[3] * 10
-        found.append(call(torch.ones(3, device=device)).clone())
-    return found
+        results.append(call(torch.ones(3, device=device)).clone())
+    return results
 
 
 PROGRAMS = (
@@ -460,13 +460,13 @@ def test_a_thread_that_looks_during_another_look(monkeypatch: pytest.MonkeyPatch
     holder, x = types.SimpleNamespace(scales=[[1.0]]), torch.ones(1)
     f = graph.capture(lambda x: x * holder.scales[0][0], verify=False, outputs="copy")
     assert_equal([f(x).item(), f(x).item()], [1.0, 1.0])
-    facts, found = Contents.facts, list[float]()
+    facts, values = Contents.facts, list[float]()
 
     def slowly(self: Contents) -> Iterator[Any]:
         monkeypatch.setattr(Contents, "facts", facts)
         each = facts(self)
         first = next(each)
-        thread = threading.Thread(target=lambda: found.append(f(x).item()))
+        thread = threading.Thread(target=lambda: values.append(f(x).item()))
         thread.start()
         thread.join()
         yield first
@@ -474,8 +474,8 @@ def test_a_thread_that_looks_during_another_look(monkeypatch: pytest.MonkeyPatch
 
     holder.scales[0][0] = 7.0
     monkeypatch.setattr(Contents, "facts", slowly)
-    found.append(f(x).item())
-    assert_equal(found, [7.0, 7.0])
+    values.append(f(x).item())
+    assert_equal(values, [7.0, 7.0])
 
 
 @runs_on("unified_ranks")
@@ -483,6 +483,6 @@ def test_kinds_that_stay_eager(comm: Any) -> None:
     """A function that can't be captured keeps no more keys than it may have graphs."""
     captured = graph.capture(lambda x, n: x * x.sum().item() * n, max_graphs=3, on_fail="eager")
     x = torch.ones(2, device=comm.device)
-    found = [captured(x, n).tolist() for n in range(9)]
-    assert_equal(found, [[2.0 * n] * 2 for n in range(9)], "results")
+    results = [captured(x, n).tolist() for n in range(9)]
+    assert_equal(results, [[2.0 * n] * 2 for n in range(9)], "results")
     assert_equal((len(captured.entries), len(captured.eager)), (0, 3), "graphs and eager kinds")

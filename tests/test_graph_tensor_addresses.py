@@ -166,10 +166,10 @@ def test_memory_that_stays(comm: Any) -> None:
         with torch.inference_mode():
             captured(x)
         if turn == 2:
-            known = [*captured.entries.values()]
+            before = [*captured.entries.values()]
     now = [*captured.entries.values()]
-    assert_equal((len(now), len(known)), (2, 2), "graphs")
-    assert all(any(x is y for y in now) for x in known), "a graph was captured again"
+    assert_equal((len(now), len(before)), (2, 2), "graphs")
+    assert all(any(x is y for y in now) for x in before), "a graph was captured again"
 
 
 class Weight(torch.nn.Parameter):
@@ -221,13 +221,13 @@ def test_a_tensor_that_other_calls_bind(comm: Any) -> None:
     """A kind of call that reads what other kinds bind does not read an old tensor."""
     results = []
     for way in (lambda module: module, graph.capture(verify=False, on_fail="eager")):
-        module, kept, found = Stateful(), list[torch.Tensor](), list[torch.Tensor]()
+        module, states, outputs = Stateful(), list[torch.Tensor](), list[torch.Tensor]()
         call = way(module)
         for turn in range(24):
             kind = ("two", "read", "three", "read")[turn % 4]
-            found.append(call(torch.full((3,), float(turn), device=comm.device), kind).clone())
-            kept.append(module.state)
-        results.append(torch.stack(found))
+            outputs.append(call(torch.full((3,), float(turn), device=comm.device), kind).clone())
+            states.append(module.state)
+        results.append(torch.stack(outputs))
     assert_bits_equal(results[1], results[0], "24 calls")
 
 
@@ -272,15 +272,15 @@ def test_tied_tensors() -> None:
 
 def test_tensors_that_are_released() -> None:
     """A tensor that the program drops has not moved; those that it keeps are still compared."""
-    kept, dropped, parameter = torch.zeros(3, 3), torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
-    held = HeldTensors([kept, dropped, parameter])
+    live, dropped, parameter = torch.zeros(3, 3), torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    held = HeldTensors([live, dropped, parameter])
     del dropped
     assert not held.have_moved()
     with torch.inference_mode():
         assert not held.have_moved(), "another mode of torch"
-    kept.data = kept.data.t()
+    live.data = live.data.t()
     assert held.have_moved()
-    kept.data = kept.data.t()
+    live.data = live.data.t()
     assert not held.have_moved()
     parameter.data = torch.zeros(2)
     assert held.have_moved()

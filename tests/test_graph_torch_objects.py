@@ -77,12 +77,12 @@ def test_changes_of_modules(make: Callable[[Any], Any], change: Callable[[Any], 
         graphs.append(graph.capture(fn, verify=False))
         return graphs[-1]
 
-    found = []
+    runs = []
     for way in (lambda fn: fn, captured):
         module = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3))
         module.load_state_dict(state)
-        found.append(list(_turns(make(module), change, way)))
-    for turn, (want, got) in enumerate(zip(*found, strict=True)):
+        runs.append(list(_turns(make(module), change, way)))
+    for turn, (want, got) in enumerate(zip(*runs, strict=True)):
         assert_bits_equal(got, want, f"turn {turn}")
     assert_equal(graphs[0].entries.replays > 1, True, "replays")
 
@@ -116,7 +116,7 @@ def _scaled(on_fail: Any) -> list[float]:
         scaler.update()
 
     call: Any = step if on_fail is None else graph.capture(step, on_fail=on_fail)
-    found = []
+    weights = []
     for _ in range(4):
         if on_fail == "raise":
             with raises(GraphError, "keep the GradScaler outside the function"):
@@ -124,8 +124,8 @@ def _scaled(on_fail: Any) -> list[float]:
             step()  # the refused call was undone
         else:
             call()
-        found.append(w.item())
-    return [*found, scaler.get_scale()]
+        weights.append(w.item())
+    return [*weights, scaler.get_scale()]
 
 
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
@@ -158,13 +158,13 @@ def _sharded_states(comm: Any, captured: Captured) -> list[torch.Tensor]:
         module(x).square().mean().backward()
         optimizer.step()
 
-    call, found = captured(step), []
+    call, weights = captured(step), []
     for turn in range(8):
         if turn == 4:
             optimizer.param_groups[0]["lr"] = 0.001
         call(torch.full((3, 4), turn / 4, device=comm.device))
-        found.append(module.weight.detach().clone())
-    return found
+        weights.append(module.weight.detach().clone())
+    return weights
 
 
 @runs_on("unified_ranks")
@@ -182,6 +182,6 @@ def test_sharded_modules_are_followed(comm: Any) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to(comm.device)
     fully_shard(module, mesh=mesh)
     assert is_of_the_program(type(module))
-    found = reached([lambda x: module(x)]).objects
-    assert any(x is module[1] for x in found)
-    assert not any(isinstance(x, dist.ProcessGroup) for x in found)
+    objects = reached([lambda x: module(x)]).objects
+    assert any(x is module[1] for x in objects)
+    assert not any(isinstance(x, dist.ProcessGroup) for x in objects)

@@ -131,12 +131,12 @@ def test_operators_led_by_values(comm: Any, name: str) -> None:
     captured = graph.capture(function, verify=False)
     x = torch.arange(24.0, device=comm.device).view(3, 4, 2)
     for values in ([4, 2, 2], [4, 2, 2], [3, 3, 2], [4, 3, 1]):
-        given = torch.tensor(values)
+        tensor = torch.tensor(values)
         if comm.device.type != "cpu":
-            assert_bits_equal(captured(x, given), function(x, given), f"{values}")
+            assert_bits_equal(captured(x, tensor), function(x, tensor), f"{values}")
             continue
         with raises(GraphError, f"{name.partition(',')[0]} can't be captured", __file__, remedy):
-            captured(x, given)
+            captured(x, tensor)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -20,8 +20,8 @@ def alike(program: Callable[[Callable[..., Any]], list[Any]], what: str) -> None
     ``program`` makes all that it uses, and hands its functions to what it is given.
     """
     wanted = program(lambda fn, **options: fn)
-    found = program(graph.capture)
-    for i, (one, want) in enumerate(zip(found, wanted, strict=True)):
+    actual = program(graph.capture)
+    for i, (one, want) in enumerate(zip(actual, wanted, strict=True)):
         if isinstance(want, torch.Tensor):
             assert_bits_equal(one, want, f"{what}: number {i}")
         else:
@@ -37,17 +37,17 @@ def batch_norms(comm: Any) -> None:
     def program(captured: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(1)
         norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)).to(comm.device)
-        step, found = captured(norm), []
+        step, results = captured(norm), []
         for turn in range(6):
             norm.train(turn != 4)
             x = torch.randn(4 + turn % 2, 3).to(comm.device).requires_grad_(turn % 3 == 0)
             with torch.set_grad_enabled(turn != 5):
                 y = step(x)
-                found.append(y.detach().clone())
+                results.append(y.detach().clone())
             if y.requires_grad:
                 y.square().sum().backward()
-            found += [part.clone() for part in norm.buffers()]
-        return found + [part.grad for part in norm.parameters()]
+            results += [part.clone() for part in norm.buffers()]
+        return results + [part.grad for part in norm.parameters()]
 
     alike(program, "batch norms")
 
@@ -64,11 +64,11 @@ def views(comm: Any) -> None:
         tail, left, turned = (
             captured(fn) for fn in (lambda x: x[1:], lambda x: x[:, :2], lambda x: (x.t(), x + 1))
         )
-        found = []
+        results = []
         for start in (0, 3, 9):
-            found.append(tail(base[start : start + 4]).clone())
-            found.append(left(table[:, start % 2 :: 2]).clone())
-            found += [part.clone() for part in turned(table[start % 5 : start % 5 + 2])]
+            results.append(tail(base[start : start + 4]).clone())
+            results.append(left(table[:, start % 2 :: 2]).clone())
+            results += [part.clone() for part in turned(table[start % 5 : start % 5 + 2])]
         view = tail(base[5:9])
         view += 100  # reaches the argument
         ints, conjugate, real = (
@@ -76,8 +76,8 @@ def views(comm: Any) -> None:
             for fn in (lambda x: x.view(torch.int32), lambda x: x.conj(), lambda x: x.real)
         )
         z = torch.tensor([1 + 2j, 3 - 1j], device=comm.device)
-        found += [ints(base[:3]).clone(), conjugate(z).resolve_conj().clone(), real(z).clone()]
-        return [*found, base]
+        results += [ints(base[:3]).clone(), conjugate(z).resolve_conj().clone(), real(z).clone()]
+        return [*results, base]
 
     alike(program, "views")
 
@@ -108,15 +108,15 @@ def gradients_of_views(comm: Any) -> None:
             lambda x: (x.unfold(0, 2, 1), x * x),
             lambda x: ((x * x).conj(), x * 1),
         )
-        found = []
+        results = []
         for fn in fns:
             call = captured(fn)
             for turn in range(3):
                 x = torch.linspace(turn, turn + 1, 3, device=comm.device).requires_grad_()
                 one, other = call(x)
                 (one.sum() * 2 + (other * other).sum()).backward()
-                found += [one.requires_grad, one.detach().clone(), x.grad]
-        return found
+                results += [one.requires_grad, one.detach().clone(), x.grad]
+        return results
 
     alike(program, "gradients of views")
 
@@ -131,20 +131,20 @@ def views_of_results(comm: Any) -> None:
     for options in ({}, {"outputs": "copy"}):
 
         def program(captured: Callable[..., Any], options: Any = options) -> list[Any]:
-            call, found = captured(several, **options), []
+            call, results = captured(several, **options), []
             for turn in range(4):
                 x = torch.full((2, 3), float(turn + 1), device=comm.device)
                 with torch.no_grad():
-                    tail, whole, turned, rest = call(x)
-                    whole[1, 2] = -1
+                    tail, full, turned, rest = call(x)
+                    full[1, 2] = -1
                     tail[0, 0] = -2
                     rest["all"][0] = -3
-                found += [part.clone() for part in (tail, whole, turned, rest["all"])]
+                results += [part.clone() for part in (tail, full, turned, rest["all"])]
                 x.requires_grad_()
-                tail, whole, turned, rest = call(x)
-                (tail.sin().sum() + whole.square().sum() + turned[1].sum() * 3).backward()
-                found += [x.grad, tail.detach().clone()]
-            return found
+                tail, full, turned, rest = call(x)
+                (tail.sin().sum() + full.square().sum() + turned[1].sum() * 3).backward()
+                results += [x.grad, tail.detach().clone()]
+            return results
 
         alike(program, f"views of results, {options}")
 
@@ -169,19 +169,19 @@ def other_views_of_results(comm: Any) -> None:
         return y, y[0].as_subclass(Marked)
 
     def program(captured: Callable[..., Any]) -> list[Any]:
-        found: list[Any] = []
+        results: list[Any] = []
         for options in ({}, {"outputs": "copy"}):
             calls = [captured(fn, **options) for fn in (detached, with_gaps, marked)]
             for turn in range(4):
                 x = torch.full((2, 2), float(turn + 1), device=comm.device).requires_grad_()
-                tail, whole, same, turned = calls[0](x)
+                tail, full, same, turned = calls[0](x)
                 tail[0, 0] = -1
-                found += [part.detach().clone() for part in (whole, same, turned)]
-                found += [part.requires_grad for part in (tail, whole, same, turned)]
+                results += [part.detach().clone() for part in (full, same, turned)]
+                results += [part.requires_grad for part in (tail, full, same, turned)]
                 parts = calls[1](torch.arange(10.0, device=comm.device) + turn)
-                found += [part.clone() for part in parts]
-        found += [type(part).__name__ for part in captured(marked, outputs="copy")(x.detach())]
-        return found
+                results += [part.clone() for part in parts]
+        results += [type(part).__name__ for part in captured(marked, outputs="copy")(x.detach())]
+        return results
 
     alike(program, "other views of results")
 
@@ -234,7 +234,7 @@ def autocast(comm: Any) -> None:
         def twice(x: torch.Tensor) -> torch.Tensor:  # one cast of the weight, used twice
             return torch.nn.functional.gelu(x @ weight) @ weight
 
-        found = []
+        results = []
         times: Any = Times.apply
 
         for fn in (outside, twice, lambda x: times(x, plain)):
@@ -244,13 +244,13 @@ def autocast(comm: Any) -> None:
                 with torch.autocast(kind, dtype=torch.bfloat16):
                     y = call(x)
                 (y.float() * torch.linspace(0, 1, 8, device=comm.device)).sum().backward()
-                found += [y.detach().clone(), x.grad]
+                results += [y.detach().clone(), x.grad]
             with torch.autocast(kind, dtype=torch.bfloat16):  # also after the forward
                 x = torch.randn(4, 8).to(comm.device).requires_grad_()
                 (call(x).float() * torch.linspace(0, 1, 8, device=comm.device)).sum().backward()
-            found.append(x.grad)
-            found.append(None if weight.grad is None else weight.grad.clone())
-        return found
+            results.append(x.grad)
+            results.append(None if weight.grad is None else weight.grad.clone())
+        return results
 
     alike(program, "autocast")
 
@@ -292,17 +292,17 @@ def some_outputs(comm: Any) -> None:
 
         call, optimizer = captured(step), torch.optim.SGD(weights, 0.1, momentum=0.9)
         ways = [(0,), (1,), (0, 1), (1,), (0,), (3,), (0, 1)]
-        found: list[Any] = []
+        results: list[Any] = []
         for way in ways:
             x = torch.randn(2, 3).to(comm.device).requires_grad_()
             outs = call(x)
             optimizer.zero_grad()
             torch.stack([outs[i].sum() for i in way]).sum().backward()
             if way != (3,):  # the mask is drawn otherwise on a GPU
-                found += [x.grad, *(weight.grad for weight in weights)]
-            found = [None if part is None else part.clone() for part in found]
+                results += [x.grad, *(weight.grad for weight in weights)]
+            results = [None if part is None else part.clone() for part in results]
             optimizer.step() if way != (3,) else None
-        return found
+        return results
 
     alike(program, "some outputs")
 
@@ -313,13 +313,13 @@ def unfrozen(comm: Any) -> None:
     def program(captured: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(4)
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(comm.device)
-        call, found = captured(module), []
+        call, results = captured(module), []
         for turn in range(4):
             module[0].requires_grad_(turn % 2 == 1)
             call(torch.full((1, 2), turn + 1.0, device=comm.device)).sum().backward()
             grads = [weight.grad for weight in module.parameters()]
-            found += [None if grad is None else grad.clone() for grad in grads]
-        return found
+            results += [None if grad is None else grad.clone() for grad in grads]
+        return results
 
     alike(program, "frozen and not")
 
@@ -435,11 +435,11 @@ def attention(comm: Any) -> None:
     def program(captured: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(1)
         module = nn.MultiheadAttention(4, 2, batch_first=True).to(comm.device).eval()
-        step, found = captured(lambda x: module(x, x, x)), []
+        step, results = captured(lambda x: module(x, x, x)), []
         with torch.no_grad():
             for _ in range(4):
-                found += [part.clone() for part in step(torch.randn(2, 3, 4).to(comm.device))]
-        return found
+                results += [part.clone() for part in step(torch.randn(2, 3, 4).to(comm.device))]
+        return results
 
     alike(program, "attention")
 

@@ -268,11 +268,11 @@ def test_functions_that_ask(comm: Any) -> None:
             g = graph.capture(f, outputs="copy")
             for turn in range(1, 6):
                 x = torch.full((3,), float(turn), device=comm.device)
-                found = g(x, 0.1)
-                assert_bits_equal(found, x.cpu() * 0.3, f"turn {turn}")
+                actual = g(x, 0.1)
+                assert_bits_equal(actual, x.cpu() * 0.3, f"turn {turn}")
                 if differentiable:
                     weight.grad = None
-                    found.sum().backward()
+                    actual.sum().backward()
                     assert_bits_equal(weight.grad, x.cpu() * 0.1, f"gradient of turn {turn}")
         verified = graph.report(g)[0]["verified"]
         assert_equal(verified, 4 if differentiable else 2, "verified calls and backwards")
@@ -374,8 +374,8 @@ def test_exchange(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_bits_equal(x, want, "put back")
     assert left.buffers is not None
     assert_equal([x.data_ptr() for x in left.buffers], memory, "the memory of copies")
-    found = sorted(i for i, _, _ in changed.pairs(left, changed.here()))
-    assert_equal(found, [0, 1, 2, 3], "what differs")
+    indices = sorted(i for i, _, _ in changed.pairs(left, changed.here()))
+    assert_equal(indices, [0, 1, 2, 3], "what differs")
     changed.put(left)
     for x, want in zip(tensors, after, strict=True):
         assert_bits_equal(x, want, "what was left")

@@ -146,15 +146,15 @@ def aside(device: torch.device) -> Iterator[None]:
 def gradients(program: Program, capture: Callable[[Any], Any]) -> list[torch.Tensor]:
     """Return the loss and the gradients of each turn."""
     fn, loss, weights = program
-    call, found = capture(fn), []
+    call, results = capture(fn), []
     for turn in range(TURNS):
         for weight in weights:
             weight.grad = None
         value = loss(call, turn)
         value.backward()
-        found += [value.detach().clone()]
-        found += [x.grad.detach().clone() for x in weights if x.grad is not None]
-    return found
+        results += [value.detach().clone()]
+        results += [x.grad.detach().clone() for x in weights if x.grad is not None]
+    return results
 
 
 @pytest.mark.parametrize("on_fail", ["raise", "eager"])
@@ -172,8 +172,8 @@ def test_histories(comm: Any, make: Any, verify: Any, on_fail: Any) -> None:
 
     with aside(comm.device):
         want = gradients(program, lambda fn: fn)
-        found = gradients(program, capture)
-    for i, (one, other) in enumerate(zip(found, want, strict=True)):
+        actual = gradients(program, capture)
+    for i, (one, other) in enumerate(zip(actual, want, strict=True)):
         assert_bits_equal(one, other, f"number {i}", atol=1e-4)  # three and more sums per weight
     (g,) = graphs
     assert_equal(len(g.eager), 0, "calls that stay eager")
@@ -211,7 +211,7 @@ def written(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
 @runs_on("unified_ranks")
 def test_eager_results(comm: Any, use: Any) -> None:
     """Where the function counts, its result has the gradients of eager code, of all orders."""
-    found: list[list[Any]] = []
+    runs: list[list[Any]] = []
     for captured in (False, True):
         hidden, other = Hidden(), torch.full((3,), 5.0, device=comm.device, requires_grad=True)
         weight = torch.full((3,), 3.0, device=comm.device, requires_grad=True)
@@ -233,10 +233,10 @@ def test_eager_results(comm: Any, use: Any) -> None:
             else:
                 rows += use(y, x)
             rows += [y, weight.grad, other.grad]
-        found.append(rows)
+        runs.append(rows)
         if captured:
             assert_equal(len(call.eager), 1, "calls that stay eager")
-    for i, (want, got) in enumerate(zip(*found, strict=True)):
+    for i, (want, got) in enumerate(zip(*runs, strict=True)):
         if isinstance(want, torch.Tensor):
             assert_bits_equal(got.detach(), want.detach(), f"number {i}", atol=1e-4)
         else:

@@ -35,8 +35,8 @@ def trained(comm: Any, of: Callable[..., Any], captured: Callable[[Any], Any]) -
     model = sharded(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     turn = of(model, optimizer, captured)
-    found = [turn(torch.full((4, 8), i + 1.0, device=comm.device)) for i in range(6)]
-    return [*found, *(p.to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
+    losses = [turn(torch.full((4, 8), i + 1.0, device=comm.device)) for i in range(6)]
+    return [*losses, *(p.to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
 def module(model: Any, optimizer: Any, captured: Callable[[Any], Any]) -> Any:
@@ -48,8 +48,8 @@ def module(model: Any, optimizer: Any, captured: Callable[[Any], Any]) -> Any:
         loss = call(x).square().mean()
         loss.backward()
         optimizer.step()
-        found: torch.Tensor = loss.detach().clone()
-        return found
+        value: torch.Tensor = loss.detach().clone()
+        return value
 
     return turn
 
@@ -62,8 +62,8 @@ def step(model: Any, optimizer: Any, captured: Callable[[Any], Any]) -> Any:
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        found: torch.Tensor = loss.detach()
-        return found
+        value: torch.Tensor = loss.detach()
+        return value
 
     call = captured(whole)
     return lambda x: call(x).clone()
@@ -97,10 +97,10 @@ def test_outputs(comm: Any) -> None:
 
     g = graph.capture(f, outputs="copy")
     for turn in range(5):
-        found, whole = g(torch.full((comm.size,), float(turn), device=comm.device))
-        assert_equal((type(found), found.placements), (DTensor, (Shard(0),)), f"turn {turn}")
-        assert_equal(found.to_local().tolist(), [3.0 * comm.rank], f"turn {turn}")
-        assert_equal(whole.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
+        sharded, full = g(torch.full((comm.size,), float(turn), device=comm.device))
+        assert_equal((type(sharded), sharded.placements), (DTensor, (Shard(0),)), f"turn {turn}")
+        assert_equal(sharded.to_local().tolist(), [3.0 * comm.rank], f"turn {turn}")
+        assert_equal(full.tolist(), [turn + i for i in range(comm.size)], f"turn {turn}")
     assert_equal(graph.report(g)[0]["replays"], 4, "replays")
     held.requires_grad_()
     with raises(GraphError, "an output is a DTensor that requires grad", "to_local()"):
@@ -154,10 +154,10 @@ def test_quantized_weights(comm: Any) -> None:
     g = graph.capture(f, outputs="copy")
     for turn in range(6):
         x = torch.full((1, 2), turn + 1.0, device=comm.device)
-        found, same_weight = g(x)
+        actual, same_weight = g(x)
         want = x @ (numbers * weight.scale)
         assert_equal(
-            (torch.equal(found, want), type(same_weight)), (True, Quantized), f"turn {turn}"
+            (torch.equal(actual, want), type(same_weight)), (True, Quantized), f"turn {turn}"
         )
         numbers.add_(1)
         weight.scale.mul_(2)
@@ -178,8 +178,8 @@ def test_placements_of_gradients(comm: Any) -> None:
     g = graph.capture(f, outputs="copy", verify=False)
     for turn in range(8):
         part = torch.full((4,), turn + 1.0, device=comm.device)
-        how: Any = Replicate() if turn < 4 else Partial()
-        weight.grad = DTensor.from_local(part, mesh, [how], run_check=False)
+        placement: Any = Replicate() if turn < 4 else Partial()
+        weight.grad = DTensor.from_local(part, mesh, [placement], run_check=False)
         want = (turn + 1.0) * (1 if turn < 4 else comm.size)
         assert_equal(g().tolist(), [want] * 4, f"turn {turn}")
     assert_equal(sum(row["replays"] for row in graph.report(g)) > 2, True, "replays")

@@ -69,12 +69,12 @@ def test_collectives(comm: Any) -> None:
         summed, cast = torch.zeros_like(x), torch.zeros_like(x)
         before = calls(comm)
         with comm.group(**mode) as work:
-            how = {"use_calc_stream": not mode}
+            kwargs = {"use_calc_stream": not mode}
             assert_equal(
-                comm.all_reduce(summed, x, **how) is summed, True, "result inside the group"
+                comm.all_reduce(summed, x, **kwargs) is summed, True, "result inside the group"
             )
-            comm.all_gather(frame.view, x, **how)
-            comm.broadcast(cast, x, root=1, **how)
+            comm.all_gather(frame.view, x, **kwargs)
+            comm.broadcast(cast, x, root=1, **kwargs)
             assert_equal(calls(comm), before, "calls launched inside the block")
         assert_equal(calls(comm) - before, 3, "calls of the group")
         assert_equal(
@@ -210,23 +210,23 @@ def in_a_thread(comm: Any, body: Callable[[], Any]) -> Any:
 
     The first call on a ring of GPUs connects it, which may take as long as its timeout.
     """
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def run() -> None:
         if comm.device.type == "cuda":
             torch.cuda.set_device(comm.device)
         try:
-            found.append(body())
+            outcome.append(body())
             settle(comm)
         except Exception as error:  # a thread's error would be lost
-            found.append(error)
+            outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(50)
-    if len(found) != 1 or isinstance(found[0], Exception):
-        raise AssertionError(f"the thread gave {found}, still alive: {thread.is_alive()}")
-    return found[0]
+    if len(outcome) != 1 or isinstance(outcome[0], Exception):
+        raise AssertionError(f"the thread gave {outcome}, still alive: {thread.is_alive()}")
+    return outcome[0]
 
 
 def _grouped(comm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -307,9 +307,9 @@ def backwards(comm: Any) -> None:
         summed, before = torch.zeros(3, device=comm.device), calls(comm)
         with comm.group():
             comm.all_reduce(summed, torch.ones_like(summed))
-            (found,) = torch.autograd.grad(loss, x)
+            (grad,) = torch.autograd.grad(loss, x)
             assert_equal(calls(comm) - before, 1, f"calls inside the block, {name}")
-            assert_bits_equal(found, want, f"gradient inside the block, {name}")
+            assert_bits_equal(grad, want, f"gradient inside the block, {name}")
         assert_bits_equal(summed, [2.0] * 3, f"the group around the backward of {name}")
 
 

@@ -24,10 +24,10 @@ def test_copy(comm: Any) -> None:
     """A fresh, dense tensor, without communication forward."""
     x = torch.arange(6.0, device=comm.device).view(2, 3).t()
     before = calls(comm)
-    given = ops.identity(x)
+    result = ops.identity(x)
     assert_equal(calls(comm), before, "collectives of the forward")
-    assert_equal(given.is_contiguous(), True, "dense")
-    given.zero_()
+    assert_equal(result.is_contiguous(), True, "dense")
+    result.zero_()
     assert_bits_equal(x, torch.arange(6.0).view(2, 3).t(), "input after writing to the copy")
     with raises(RingError, ABSENT_RING):
         ops.identity(x, ABSENT_RING)
@@ -39,17 +39,17 @@ def test_tensor_parallel_pair(comm: Any) -> None:
 
     Integers in floats, so that the order of the sums does not count.
     """
-    whole = torch.arange(12.0, dtype=torch.float64, device=comm.device).view(3, 4)
+    wide = torch.arange(12.0, dtype=torch.float64, device=comm.device).view(3, 4)
     x = torch.arange(6.0, dtype=torch.float64, device=comm.device).view(2, 3)
-    tall = whole.t() + 1
-    first, second = whole.chunk(2, 1)[comm.rank], tall.chunk(2, 0)[comm.rank]
+    tall = wide.t() + 1
+    first, second = wide.chunk(2, 1)[comm.rank], tall.chunk(2, 0)[comm.rank]
     leaf = x.clone().requires_grad_()
     hidden = ops.identity(leaf) @ first
     out = ops.all_reduce(hidden @ second, backward="identity")
     out.sum().backward()
 
     reference = x.clone().requires_grad_()
-    want = functools.reduce(torch.matmul, (reference, whole, tall))
+    want = functools.reduce(torch.matmul, (reference, wide, tall))
     want.sum().backward()
     assert_bits_equal(out, want.detach(), "output")
     assert_bits_equal(leaf.grad, reference.grad, "gradient")

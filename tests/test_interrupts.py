@@ -80,11 +80,11 @@ class Rank:
     """One process of the program, and the lines that it prints."""
 
     def __init__(self, rank: int, flag: str, port: int, folder: Path) -> None:
-        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        there |= {"RANK": str(rank), "FLAGS_dynamic_static_unified_comm": flag}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        env |= {"RANK": str(rank), "FLAGS_dynamic_static_unified_comm": flag}
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(folder)],
-            env=environment(**there),
+            env=environment(**env),
             cwd=ROOT,
             text=True,
             stdin=subprocess.PIPE,
@@ -100,8 +100,8 @@ class Rank:
         text = self.process.stdout.readline()
         if not text:
             pytest.fail(f"ended: {self.process.communicate(timeout=10)[1]}")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        record: dict[str, Any] = json.loads(text)
+        return record
 
     def go_on(self) -> None:
         """Let it read a line."""

@@ -92,28 +92,28 @@ def test_what_is_compiled_is_kept(home: Path) -> None:
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
     first = nvrtc.binary(source, "sm_90")
-    (kept,) = (home / ".cache/commlib/kernels").iterdir()
-    assert kept.read_bytes().endswith(first)
-    assert kept.parent.stat().st_mode & 0o777 == 0o700
-    kept.write_bytes(kept.read_bytes()[:-1])  # torn
+    (cached,) = (home / ".cache/commlib/kernels").iterdir()
+    assert cached.read_bytes().endswith(first)
+    assert cached.parent.stat().st_mode & 0o777 == 0o700
+    cached.write_bytes(cached.read_bytes()[:-1])  # torn
     assert nvrtc.binary(source, "sm_90") == first
-    assert kept.read_bytes().endswith(first)
+    assert cached.read_bytes().endswith(first)
     (home / "more.cuh").write_text("// a header next to it is part of it")
     assert nvrtc.binary(source, "sm_90", ("-DOTHER",))
-    assert len(list(kept.parent.iterdir())) == 2
+    assert len(list(cached.parent.iterdir())) == 2
 
 
 def test_a_folder_that_others_may_write_is_not_used(home: Path) -> None:
-    place = home / ".cache/commlib/kernels"
-    place.mkdir(parents=True)
-    place.chmod(0o770)
+    path = home / ".cache/commlib/kernels"
+    path.mkdir(parents=True)
+    path.chmod(0o770)
     assert nvrtc.folder() is None
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
     assert nvrtc.binary(source, "sm_90")
-    assert not list(place.iterdir())
-    place.rmdir()
-    assert nvrtc.folder() == place
+    assert not list(path.iterdir())
+    path.rmdir()
+    assert nvrtc.folder() == path
 
 
 def test_a_file_that_others_may_write_is_not_used(home: Path) -> None:
@@ -121,26 +121,26 @@ def test_a_file_that_others_may_write_is_not_used(home: Path) -> None:
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
     code = nvrtc.binary(source, "sm_90")
-    (kept,) = (home / ".cache/commlib/kernels").iterdir()
+    (cached,) = (home / ".cache/commlib/kernels").iterdir()
     planted = hashlib.sha256(b"planted").digest() + b"planted"
-    kept.write_bytes(planted)
-    kept.chmod(0o666)
+    cached.write_bytes(planted)
+    cached.chmod(0o666)
     assert nvrtc.binary(source, "sm_90") == code
     (home / "elsewhere").write_bytes(planted)
-    kept.unlink()
-    kept.symlink_to(home / "elsewhere")
+    cached.unlink()
+    cached.symlink_to(home / "elsewhere")
     assert nvrtc.binary(source, "sm_90") == code
-    assert not kept.is_symlink()
+    assert not cached.is_symlink()
 
 
 def test_folders_are_private_whatever_the_umask(home: Path) -> None:
     before = os.umask(0)
     try:
-        place = nvrtc.folder()
+        path = nvrtc.folder()
     finally:
         os.umask(before)
-    assert place is not None
-    assert {p.stat().st_mode & 0o777 for p in (place, place.parent, place.parent.parent)} == {0o700}
+    assert path is not None
+    assert {p.stat().st_mode & 0o777 for p in (path, path.parent, path.parent.parent)} == {0o700}
 
 
 def test_one_file_by_many(home: Path) -> None:
@@ -148,10 +148,10 @@ def test_one_file_by_many(home: Path) -> None:
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
     with ThreadPoolExecutor(8) as ranks:
-        found = set(ranks.map(lambda _: nvrtc.binary(source, "sm_90"), range(24)))
-    assert len(found) == 1
-    (kept,) = (home / ".cache/commlib/kernels").iterdir()
-    assert kept.read_bytes().endswith(found.pop())
+        binaries = set(ranks.map(lambda _: nvrtc.binary(source, "sm_90"), range(24)))
+    assert len(binaries) == 1
+    (cached,) = (home / ".cache/commlib/kernels").iterdir()
+    assert cached.read_bytes().endswith(binaries.pop())
 
 
 def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +167,11 @@ def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("size", kernel_table.SIZES)
 def test_table(collective: str, size: int) -> None:
     """Rows ascend, name kernels that there are, and every ring the kernels serve has some."""
-    found = kernel_table.table()[collective][size]
-    assert [row.most for row in found] == sorted({row.most for row in found})
+    rows = kernel_table.table()[collective][size]
+    assert [row.most for row in rows] == sorted({row.most for row in rows})
     kinds = {"all_reduce": ("one_shot", "two_shot"), "reduce_scatter": ("scatter",)}
     kinds |= {fused_norm.COLLECTIVE: ("norm_one_shot", "norm_two_shot")}
-    for row in found:
+    for row in rows:
         assert row.kernel in (*kinds.get(collective, ("packets",)), "nccl")
         assert row.threads % 32 == 0
         most = 512 * fused_norm.TEAM if collective == fused_norm.COLLECTIVE else 512
@@ -187,11 +187,11 @@ def test_table(collective: str, size: int) -> None:
 @examples(200)
 def test_choice_is_pure(collective: str, nbytes: int, size: int) -> None:
     """The same at every call, the first row that holds the bytes, and NCCL beyond the last."""
-    found = kernel_table.select_kernel(collective, nbytes, size)
-    assert found == kernel_table.select_kernel(collective, nbytes, size)
+    chosen = kernel_table.select_kernel(collective, nbytes, size)
+    assert chosen == kernel_table.select_kernel(collective, nbytes, size)
     rows_of = kernel_table.table()[collective].get(size, ())
     holding = [row for row in rows_of if row.most >= nbytes]
-    assert found == (holding[0] if holding and holding[0].kernel != "nccl" else None)
+    assert chosen == (holding[0] if holding and holding[0].kernel != "nccl" else None)
 
 
 @given(

@@ -46,8 +46,8 @@ class Decoder:
         )
 
     def contiguous(self) -> ContiguousCache:
-        room = {"sequences": SEQUENCES, "capacity": PAGE * PAGES}
-        return ContiguousCache.zeros(CONFIG, layers=1, ranks=1, **room, **self.how)
+        sizes = {"sequences": SEQUENCES, "capacity": PAGE * PAGES}
+        return ContiguousCache.zeros(CONFIG, layers=1, ranks=1, **sizes, **self.how)
 
     @torch.no_grad()
     def __call__(self, x: Tensor, cache: Any, start: Any, **options: Any) -> Tensor:
@@ -74,16 +74,16 @@ def test_captured_steps_beyond_the_pages(ring: Any, dtype: torch.dtype) -> None:
         pool.reserve(1, PAGE * PAGES)
         x, at = tokens[0].clone(), positions(ring, 0, 0)
         captured = graph.capture(lambda: decoder(x, cache, at), outputs="copy", verify=False)
-        found = []
+        outputs = []
         for step, token in enumerate(tokens):
             x.copy_(token)
             at.fill_(step)
-            found.append(captured())
-        return torch.stack(found)
+            outputs.append(captured())
+        return torch.stack(outputs)
 
-    whole, short = steps(PAGE * PAGES), steps(PAGE)
-    assert_bits_equal(short[:, 1], whole[:, 1], "the sequence with pages")
-    assert_bits_equal(short[:PAGE, 0], whole[:PAGE, 0], "the other one while it has pages")
+    full, short = steps(PAGE * PAGES), steps(PAGE)
+    assert_bits_equal(short[:, 1], full[:, 1], "the sequence with pages")
+    assert_bits_equal(short[:PAGE, 0], full[:PAGE, 0], "the other one while it has pages")
     assert_equal(bool(short[PAGE:, 0].isnan().all()), True, "NaN after that")
 
 
@@ -95,15 +95,15 @@ def test_a_padded_row_of_nan(ring: Any, length: int, dtype: torch.dtype) -> None
     decoder = Decoder(ring, dtype)
     x = decoder.drawn(SEQUENCES, length, CONFIG.hidden)
     later = decoder.drawn(1, length, CONFIG.hidden)
-    found = []
+    results = []
     for filling in (0.0, torch.nan):
         cache = decoder.paged()
         PagePool(cache).reserve(0, 2 * length)
         x[1] = filling
         start = positions(ring, 0, 0)
         first = decoder(x, cache, start, check_positions=False)
-        found.append((first, decoder(later, cache, start[:1] + length)))
-    (clean, after_clean), (padded, after_padded) = found
+        results.append((first, decoder(later, cache, start[:1] + length)))
+    (clean, after_clean), (padded, after_padded) = results
     assert_equal(bool(clean.isfinite().all()), True, "a row without pages is a row of padding")
     assert_bits_equal(padded[0], clean[0], "the row with pages")
     assert_bits_equal(after_padded, after_clean, "the next call")
@@ -117,14 +117,14 @@ def test_what_an_earlier_sequence_left(ring: Any, length: int, dtype: torch.dtyp
     decoder = Decoder(ring, dtype)
     prompt = decoder.drawn(SEQUENCES, 3, CONFIG.hidden)
     x = decoder.drawn(SEQUENCES, length, CONFIG.hidden)
-    found = []
+    outputs = []
     for filling in (0.0, torch.nan):
         cache = decoder.contiguous()
         for memory in (*cache.keys, *cache.values):
             memory.fill_(filling)
         decoder(prompt, cache, 0)
-        found.append(decoder(x, cache, 3))
-    assert_bits_equal(found[1], found[0], "after NaN")
+        outputs.append(decoder(x, cache, 3))
+    assert_bits_equal(outputs[1], outputs[0], "after NaN")
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -145,7 +145,7 @@ def test_a_mask_over_later_positions(ring: Any, kind: str) -> None:
     for turn in range(PAGE * PAGES):
         for cache in (ring_buffer, other):
             decoder(tokens[turn], cache, positions(ring, turn, turn))
-    found = step(PAGE * PAGES, 0, mask, ring_buffer)
+    actual = step(PAGE * PAGES, 0, mask, ring_buffer)
     # The same keys at the same places, with the newest token written last.
     for memory, filled in zip(
         (*ring_buffer.keys, *ring_buffer.values), (*other.keys, *other.values), strict=True
@@ -153,4 +153,4 @@ def test_a_mask_over_later_positions(ring: Any, kind: str) -> None:
         filled.copy_(memory)
         filled[:, -1], filled[:, 0] = memory[:, 0], memory[:, -1]
     want = step(PAGE * PAGES, PAGE * PAGES - 1, mask, other)
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)

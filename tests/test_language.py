@@ -31,14 +31,16 @@ PATTERNS = [
     (re.compile(rf"\b({words})\b", re.IGNORECASE), plain) for words, plain in SUGGESTIONS.items()
 ]
 WORDS_OF_NAMES = {"anew", "behind", "beside", "hears", "lie", "lies", "stands", "told", "whoever"}
+VAGUE = {"found", "given", "here", "how", "kept", "known", "own", "place", "room", "there", "what"}
+VAGUE |= {"where", "whole"}
 HEADLINES = r"(How|What|When|Where|Whether|Which|Who|Why)\b"
 
 
 def files() -> list[str]:
     """Return every checked file by its path from the root, each once."""
     patterns = [*(f"{folder}/**/*.py" for folder in FOLDERS), *DOCUMENTS, *KERNELS]
-    found = {path.resolve() for pattern in patterns for path in ROOT.glob(pattern)}
-    names = {path.relative_to(ROOT).as_posix() for path in found - {Path(__file__).resolve()}}
+    every = {path.resolve() for pattern in patterns for path in ROOT.glob(pattern)}
+    names = {path.relative_to(ROOT).as_posix() for path in every - {Path(__file__).resolve()}}
     return sorted(names)
 
 
@@ -84,6 +86,15 @@ def test_plain_names() -> None:
         names = {token.string for token in tokens if token.type == tokenize.NAME}
         plain = {word for word in names if WORDS_OF_NAMES & set(word.lower().split("_"))}
         assert not plain, name
+
+
+def test_local_variables_say_what_they_hold() -> None:
+    for name in programs():
+        nodes = ast.walk(ast.parse((ROOT / name).read_text()))
+        functions = [x for x in nodes if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+        inner = [x for function in functions for x in ast.walk(function)]
+        names = {x.id for x in inner if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        assert not names & VAGUE, name
 
 
 def test_headlines_are_imperatives_or_noun_phrases() -> None:

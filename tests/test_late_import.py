@@ -55,7 +55,7 @@ def test_the_table_has_every_late_op() -> None:
 @pytest.mark.parametrize("module", sorted(set(late.OPS.values())))
 def test_a_look_up_imports_the_op(module: str) -> None:
     """As a loaded program or cached generated code does."""
-    names = [op for op, place in late.OPS.items() if place == module]
+    names = [op for op, source in late.OPS.items() if source == module]
     show = f"print([str(getattr(torch.ops.commlib, op).default) for op in {names}])"
     code, out, err = run("-c", f"{OPS}\n{show}\nprint(before & set({names}))")
     assert code == 0, err

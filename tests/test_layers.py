@@ -40,7 +40,7 @@ READS_ENVIRONMENT = {"commlib.flags", "commlib.rendezvous.environment"}
 def _files() -> dict[str, Path]:
     """Return every source file of the package by the name it is imported with."""
     files = {}
-    for path in (p for room in ("commlib", *LINKS) for p in (ROOT / room).rglob("*.py")):
+    for path in (p for folder in ("commlib", *LINKS) for p in (ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts[0] == "commlib" and len(parts) > 1 and parts[1] in LINKS:
             continue  # the same file through its link
@@ -54,37 +54,37 @@ FILES = _files()
 
 def layer(module: str) -> tuple[int, int]:
     """Return the place of ``module``: the line of its folder, and its folder's place in graph/."""
-    room, inner = [*module.split(".")[1:], "", ""][:2]
-    if not room or room == "__main__":
-        return LAYERS.index(room or "commlib"), 0
-    if room == "flags" or FILES.get(f"commlib.{room}", ROOT).parent == ROOT / "commlib":
-        room = "ground"
-    assert room in LAYERS, f"{module} is in a folder without a line in LAYERS"
-    inside = room == "graph"
-    return LAYERS.index(room), GRAPH.index(inner if inner in GRAPH else "") if inside else 0
+    folder, inner = [*module.split(".")[1:], "", ""][:2]
+    if not folder or folder == "__main__":
+        return LAYERS.index(folder or "commlib"), 0
+    if folder == "flags" or FILES.get(f"commlib.{folder}", ROOT).parent == ROOT / "commlib":
+        folder = "ground"
+    assert folder in LAYERS, f"{module} is in a folder without a line in LAYERS"
+    inside = folder == "graph"
+    return LAYERS.index(folder), GRAPH.index(inner if inner in GRAPH else "") if inside else 0
 
 
 def imports(path: Path) -> set[str]:
     """Return the modules of commlib that ``path`` imports from, also for types or by name."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: {ast.unparse(node)}; write `from commlib.... import`"
             base = node.module or ""
             deep = {f"{base}.{alias.name}" for alias in node.names}
-            found |= {name if name in FILES else base for name in deep}
+            modules |= {name if name in FILES else base for name in deep}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             name = node.args[0]
-            found |= {name.value} if isinstance(name, ast.Constant) else set()
-    return {name for name in found if name.split(".")[0] == "commlib"}
+            modules |= {name.value} if isinstance(name, ast.Constant) else set()
+    return {name for name in modules if name.split(".")[0] == "commlib"}
 
 
 def test_imports_point_down() -> None:
     for module, path in FILES.items():
-        here = layer(module)
-        up = {name for name in imports(path) if layer(name) > here}
+        level = layer(module)
+        up = {name for name in imports(path) if layer(name) > level}
         assert not up, f"{module} imports {sorted(up)}, which sit above it"
 
 

@@ -120,8 +120,8 @@ def test_compare(theirs: dict[str, Any], said: str | None, tmp_path: Path) -> No
     ours = {"ranks": 2, "tokens": [[1]], "logits": ["0x1.0p+0", "0x1.0p+2"]}
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(ours | theirs))
-    found = llm_decode.compare(ours, path, 1e-2)
-    assert found == said if said is None else said in str(found)
+    message = llm_decode.compare(ours, path, 1e-2)
+    assert message == said if said is None else said in str(message)
 
 
 def decoded(*options: str, ranks: int, flag: str) -> None:

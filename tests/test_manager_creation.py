@@ -59,9 +59,9 @@ def other_members(comm: Any) -> None:
     same_list = "pass the same list"
     begin = time.monotonic()
     if comm.rank < 2:
-        given = [comm.rank, 1 - comm.rank]
+        ranks = [comm.rank, 1 - comm.rank]
         with raises(RingError, "rank 0 gave [0, 1]; rank 1 gave [1, 0]", same_list):
-            commlib.new_ring(30, given, timeout=60)
+            commlib.new_ring(30, ranks, timeout=60)
     assert time.monotonic() - begin < 50
     comm.barrier()
     if comm.rank:

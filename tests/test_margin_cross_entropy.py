@@ -50,19 +50,19 @@ def agrees(
     scale: float = 64.0, reduction: str | None = None,
 ) -> None:  # fmt: skip
     """Loss, softmax and gradient of this rank's shard are those of the formula over all shards."""
-    what = f"{whole.dtype} {tuple(whole.shape)} in {sizes}, {margins} {scale} {reduction}"
+    case = f"{whole.dtype} {tuple(whole.shape)} in {sizes}, {margins} {scale} {reduction}"
     mine = own(sizes, comm.rank)
     x = whole[:, mine].to(comm.device).requires_grad_()
-    how = dict(zip(NUMBERS, margins, strict=True), scale=scale, reduction=reduction)
+    kwargs = dict(zip(NUMBERS, margins, strict=True), scale=scale, reduction=reduction)
     before = calls(comm)
-    loss, softmax = loss_of(x, label.to(comm.device), return_softmax=True, **how)
+    loss, softmax = loss_of(x, label.to(comm.device), return_softmax=True, **kwargs)
     launched = calls(comm) - before
     weights = drawn(tuple(loss.shape), whole.dtype, seed=7, reach=1)
     loss.backward(weights.to(comm.device))
     assert_equal(
-        (launched, calls(comm) - before), (1, 1), f"{what}: collectives forward, and in all"
+        (launched, calls(comm) - before), (1, 1), f"{case}: collectives forward, and in all"
     )
-    assert_equal((loss.dtype, softmax.dtype), (whole.dtype, whole.dtype), f"{what}: dtypes")
+    assert_equal((loss.dtype, softmax.dtype), (whole.dtype, whole.dtype), f"{case}: dtypes")
     want, want_softmax, grad = formula(
         wide(whole).astype("f8"), wide(label).ravel(), margins, scale
     )
@@ -72,24 +72,24 @@ def agrees(
         grad = grad / len(label) if reduction == "mean" else grad
     rtol, atol = NEAR[whole.dtype]
     # An error of the cosine counts scale times, in the loss as in the exponents.
-    near(loss, want, f"loss of {what}", rtol, 2 * scale * min(rtol, 1e-7))
-    near(softmax, want_softmax[:, mine], f"softmax of {what}", scale * rtol, atol)
+    near(loss, want, f"loss of {case}", rtol, 2 * scale * min(rtol, 1e-7))
+    near(softmax, want_softmax[:, mine], f"softmax of {case}", scale * rtol, atol)
     assert x.grad is not None
-    near(x.grad, grad[:, mine], f"gradient of {what}", scale * rtol, scale * atol)
-    plain = loss_of(x.detach(), label.to(comm.device), **how)
-    assert_bits_equal(plain, loss, f"without gradient and softmax: {what}")
+    near(x.grad, grad[:, mine], f"gradient of {case}", scale * rtol, scale * atol)
+    plain = loss_of(x.detach(), label.to(comm.device), **kwargs)
+    assert_bits_equal(plain, loss, f"without gradient and softmax: {case}")
 
 
 def values(comm: Any) -> None:
     """Every dtype, margin, reduction and form of label."""
     sizes = [7, 4, 9][: comm.size]
     for dtype in FLOATS:
-        whole = drawn((5, sum(sizes)), dtype, reach=0.9)
+        logits = drawn((5, sum(sizes)), dtype, reach=0.9)
         for margins in KINDS:
-            agrees(comm, whole, labels((5,), sum(sizes), torch.int64), sizes, margins)
+            agrees(comm, logits, labels((5,), sum(sizes), torch.int64), sizes, margins)
         for reduction in ("mean", "sum", "none"):
             label = labels((5, 1), sum(sizes), torch.int32)
-            agrees(comm, whole, label, sizes, ARCFACE, 2.0, reduction)
+            agrees(comm, logits, label, sizes, ARCFACE, 2.0, reduction)
 
 
 def test_values(ranks: Ranks) -> None:
@@ -105,10 +105,10 @@ def test_upstream_shards(comm: Any) -> None:
     """The shards of the upstream test, all of them uneven or small, and its scale."""
     for sizes in ([4, 8], [2, 2], [4, 2], [3, 9], [0, 5], [6, 0], [1, 0]):
         for rows in (5, 1, 0):
-            whole = drawn((rows, sum(sizes)), torch.float64, reach=0.99)
+            logits = drawn((rows, sum(sizes)), torch.float64, reach=0.99)
             label = labels((rows,), sum(sizes), torch.int64)
             for margins in (ARCFACE, COSFACE, SPHEREFACE):
-                agrees(comm, whole, label, sizes, margins)
+                agrees(comm, logits, label, sizes, margins)
     x = torch.zeros(0, 2, device=comm.device)
     label = torch.zeros(0, dtype=torch.int64, device=comm.device)
     assert_equal(loss_of(x, label).isnan().item(), True, "mean of no rows")
@@ -120,8 +120,8 @@ def test_large(comm: Any) -> None:
     """Classes that fill many blocks of one row, and rows that fill many blocks of temporaries."""
     for rows, classes in ((3, 70001), (2001, 257)):
         sizes = [classes, classes]
-        whole = drawn((rows, sum(sizes)), torch.float32, reach=0.9)
-        agrees(comm, whole, labels((rows,), sum(sizes), torch.int64), sizes, ARCFACE, 8.0)
+        logits = drawn((rows, sum(sizes)), torch.float32, reach=0.9)
+        agrees(comm, logits, labels((rows,), sum(sizes), torch.int64), sizes, ARCFACE, 8.0)
 
 
 @runs_on("ranks")
@@ -129,8 +129,8 @@ def test_defaults(comm: Any) -> None:
     """ArcFace with scale 64, the mean of the rows."""
     x = drawn((4, 8), torch.float64, reach=0.9)[:, own([4, 4], comm.rank)].to(comm.device)
     label = labels((4,), 8, torch.int64).to(comm.device)
-    how = {"margin1": 1.0, "margin2": 0.5, "margin3": 0.0, "scale": 64.0, "reduction": "mean"}
-    assert_bits_equal(loss_of(x, label), loss_of(x, label, **how), "defaults")
+    kwargs = {"margin1": 1.0, "margin2": 0.5, "margin3": 0.0, "scale": 64.0, "reduction": "mean"}
+    assert_bits_equal(loss_of(x, label), loss_of(x, label, **kwargs), "defaults")
 
 
 @runs_on("ranks")
@@ -140,12 +140,12 @@ def test_at_the_ends(comm: Any) -> None:
         wider = torch.float64 if dtype is torch.float64 else torch.float32
         inside = 1 - torch.finfo(wider).eps / 2
         label = torch.tensor([0, 1], device=comm.device)
-        whole = torch.tensor([[1.0, 0.5, 0.2, 0.1], [0.1, -1.0, 0.3, 0.2]], dtype=dtype)
-        x = whole[:, own([2, 2], comm.rank)].to(comm.device).requires_grad_()
+        logits = torch.tensor([[1.0, 0.5, 0.2, 0.1], [0.1, -1.0, 0.3, 0.2]], dtype=dtype)
+        x = logits[:, own([2, 2], comm.rank)].to(comm.device).requires_grad_()
         loss = loss_of(x, label, scale=1.0, reduction="sum")
         loss.backward()
         assert_equal(bool(loss.isfinite()), True, f"loss {dtype}")
-        near_end = wide(whole).astype("f8").clip(-inside, inside)
+        near_end = wide(logits).astype("f8").clip(-inside, inside)
         want = formula(near_end, label.cpu().numpy(), ARCFACE, 1.0)
         assert x.grad is not None
         # sin(acos(x) + m) has few digits in the wider dtype itself where x is next to 1.
@@ -158,27 +158,29 @@ def test_streams_and_compiled(comm: Any) -> None:
     sizes = [5, 3]
     label = labels((6,), 8, torch.int64).to(comm.device)
     margins = dict(zip(NUMBERS, ALL_THREE, strict=True))
-    how: dict[str, Any] = {**margins, "return_softmax": True}
+    kwargs: dict[str, Any] = {**margins, "return_softmax": True}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         shard = drawn((6, 8), dtype, reach=0.9)[:, own(sizes, comm.rank)].to(comm.device)
         for reduction in ("mean", None):
-            found = []
+            results = []
             for call in (loss_of, compile_whole(loss_of)):
                 for calc in (True, False):
                     x = shard.clone().requires_grad_()
-                    loss, softmax = call(x, label, reduction=reduction, use_calc_stream=calc, **how)
+                    loss, softmax = call(
+                        x, label, reduction=reduction, use_calc_stream=calc, **kwargs
+                    )
                     (loss * 3).sum().backward()
-                    found.append((loss, softmax, x.grad))
-            for others in found[1:]:
-                for other, first in zip(others, found[0], strict=True):
+                    results.append((loss, softmax, x.grad))
+            for others in results[1:]:
+                for other, first in zip(others, results[0], strict=True):
                     assert_bits_equal(other, first, f"{dtype} {reduction}")
 
 
 @runs_on("ranks")
 def test_strided(comm: Any) -> None:
     """Cosines and labels of any strides count with their values."""
-    whole, label = drawn((6, 8), torch.float32, reach=0.9), labels((6,), 8, torch.int64)
-    x, label = whole[:, own([4, 4], comm.rank)].to(comm.device), label.to(comm.device)
+    logits, label = drawn((6, 8), torch.float32, reach=0.9), labels((6,), 8, torch.int64)
+    x, label = logits[:, own([4, 4], comm.rank)].to(comm.device), label.to(comm.device)
     want = x.clone().requires_grad_()
     loss_of(want, label).backward()
     for name, other in (
@@ -197,20 +199,20 @@ def test_strided(comm: Any) -> None:
 def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic, for every kind of margin and reduction."""
     sizes = [2, 3]
-    whole = drawn((3, 5), torch.float64, reach=0.8).to(comm.device).requires_grad_()
+    logits = drawn((3, 5), torch.float64, reach=0.8).to(comm.device).requires_grad_()
     label = labels((3,), 5, torch.int64).to(comm.device)
 
-    def loss(x: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+    def loss(x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         shard = ops.identity(x)[:, own(sizes, comm.rank)]
-        each: torch.Tensor = loss_of(shard, label, scale=4.0, **how)
+        each: torch.Tensor = loss_of(shard, label, scale=4.0, **kwargs)
         return each
 
     for margins in KINDS:
         for reduction in ("mean", None) if margins == ARCFACE else ("sum",):
-            how = dict(zip(NUMBERS, margins, strict=True), reduction=reduction)
-            call = functools.partial(loss, how=how)
-            assert_equal(torch.autograd.gradcheck(call, (whole,)), True, how)
-    (first,) = torch.autograd.grad(loss(whole, {}), whole, create_graph=True)
+            kwargs = dict(zip(NUMBERS, margins, strict=True), reduction=reduction)
+            call = functools.partial(loss, how=kwargs)
+            assert_equal(torch.autograd.gradcheck(call, (logits,)), True, kwargs)
+    (first,) = torch.autograd.grad(loss(logits, {}), logits, create_graph=True)
     with raises(ArgumentError, "has no gradient"):
         first.sum().backward()
 
@@ -225,11 +227,11 @@ def test_registration(comm: Any) -> None:
         for mean in (False, True):
             x = drawn((4, 3), dtype, reach=0.9).to(comm.device).requires_grad_()
             numbers = (1.1, 0.3, 0.1, 8.0)
-            given = (x, label, 0, *numbers, not mean, "mean" if mean else "none", True)
-            well_registered(registered, given)
-            loss, _, *saved = registered(*given)
-            given = (torch.ones_like(loss), x.detach(), *saved, *numbers, mean)
-            well_registered(backward, given)
+            args = (x, label, 0, *numbers, not mean, "mean" if mean else "none", True)
+            well_registered(registered, args)
+            loss, _, *saved = registered(*args)
+            args = (torch.ones_like(loss), x.detach(), *saved, *numbers, mean)
+            well_registered(backward, args)
 
 
 @st.composite
@@ -247,8 +249,8 @@ def head(draw: st.DrawFn) -> tuple[list[int], list[int], Margins, float]:
 @runs_on("ranks")
 def test_any_margins(comm: Any, heads: list[tuple[list[int], list[int], Margins, float]]) -> None:
     for sizes, rows, margins, scale in heads:
-        whole = drawn((len(rows), sum(sizes)), torch.float64, reach=0.95)
-        agrees(comm, whole, torch.tensor(rows), sizes, margins, scale)
+        logits = drawn((len(rows), sum(sizes)), torch.float64, reach=0.95)
+        agrees(comm, logits, torch.tensor(rows), sizes, margins, scale)
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
@@ -267,9 +269,9 @@ def test_captured(comm: Any) -> None:
             loss, softmax = loss_of(x, label, return_softmax=True, reduction=None)
             (grad,) = torch.autograd.grad(loss.sum(), x)
         for seed in range(3):
-            whole = drawn((5, 263), dtype, seed, reach=0.9)
+            logits = drawn((5, 263), dtype, seed, reach=0.9)
             with torch.no_grad():
-                x.copy_(whole[:, own(sizes, comm.rank)])
+                x.copy_(logits[:, own(sizes, comm.rank)])
             label.copy_(labels((5,), 263, torch.int64, seed))
             graph.replay()
             leaf = x.detach().clone().requires_grad_()
@@ -294,8 +296,8 @@ def test_captured(comm: Any) -> None:
 @runs_on("ranks", deadline=120)
 def test_bad_rows(comm: Any) -> None:
     """A bad label, or a cosine without an angle, is the same error on every rank."""
-    whole = drawn((6, 8), torch.float32, reach=0.9)
-    x = whole[:, own([4, 4], comm.rank)].to(comm.device)
+    logits = drawn((6, 8), torch.float32, reach=0.9)
+    x = logits[:, own([4, 4], comm.rank)].to(comm.device)
     good = labels((6,), 8, torch.int64).to(comm.device)
     want = loss_of(x, good)
     graph = compile_whole(loss_of)
@@ -401,7 +403,7 @@ def test_one_rank(comm: Any) -> None:
     loss, softmax = loss_of(x, label, ring.ring_id, return_softmax=True, reduction=None)
     loss.sum().backward()
     want = formula(wide(x), wide(label), ARCFACE, 64.0)
-    for found, expected in zip((loss, softmax, x.grad), want, strict=True):
-        near(found, expected, "alone", 1e-10, 1e-12)
+    for actual, expected in zip((loss, softmax, x.grad), want, strict=True):
+        near(actual, expected, "alone", 1e-10, 1e-12)
     with raises(ArgumentError, "label 6 of row 0"):
         loss_of(x, label + 6 - label[0], ring.ring_id)

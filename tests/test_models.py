@@ -113,8 +113,8 @@ class Comparisons:
         print(name, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         assert line, f"the process that compares ended with {self._process.wait(20)}"
-        found: dict[str, Any] = json.loads(line)
-        return found
+        outcome: dict[str, Any] = json.loads(line)
+        return outcome
 
     def stop(self) -> None:
         """End the process."""
@@ -160,8 +160,8 @@ def test_not_replayed(compared: Comparisons, name: str) -> None:
 def _runs_here(name: str) -> bool:
     """Return True if the library of a family of programs is installed: a GPU may lack some."""
     family = name.partition("/")[0]
-    known = family in ("accelerate", "diffusers", "schedulefree", "timm")
-    return not known or importlib.util.find_spec(family) is not None
+    optional = family in ("accelerate", "diffusers", "schedulefree", "timm")
+    return not optional or importlib.util.find_spec(family) is not None
 
 
 ON_A_GPU = [x for x in (*EQUAL, *TIMM) if x not in REFUSED_ON_A_GPU and _runs_here(x)]

@@ -150,15 +150,15 @@ def test_tensors_without_readable_memory(comm: Any) -> None:
         (x.to_sparse(), "torch.sparse_coo", "x.to_dense()"),
     ]
     if comm.rank == 1:
-        for tensor, what, remedy in kinds:
+        for tensor, cause, remedy in kinds:
             for call in UNARY.values():
-                with raises(DeviceError, "rank 1 of 2", what, remedy):
+                with raises(DeviceError, "rank 1 of 2", cause, remedy):
                     call(tensor)
-            with raises(DeviceError, "all_reduce on ring 0", what, remedy):
+            with raises(DeviceError, "all_reduce on ring 0", cause, remedy):
                 comm.all_reduce(torch.empty_like(x), tensor)
-            with raises(DeviceError, "send on ring 0", what, remedy):
+            with raises(DeviceError, "send on ring 0", cause, remedy):
                 ops.send(tensor, peer=0)
-            with raises(DeviceError, "all_reduce on ring 0", what, remedy.replace("x", "out", 1)):
+            with raises(DeviceError, "all_reduce on ring 0", cause, remedy.replace("x", "out", 1)):
                 ops.all_reduce(x, out=tensor)
     assert_equal(calls(comm), before, "calls launched by refused ones")
     assert_bits_equal(
@@ -179,8 +179,8 @@ def test_a_mode_sees_every_collective_once(comm: Any) -> None:
         want = call(x)
         launched, before = calls(comm) - before, calls(comm)
         with Names() as mode:
-            found = call(x)
-        assert_bits_equal(found, want, name)
+            actual = call(x)
+        assert_bits_equal(actual, want, name)
         assert_equal(calls(comm) - before, launched, f"{name}: calls under a mode")
         assert_equal(len(mode.ours()), 1, f"{name}: {mode.ours()}")
         assert_equal(mode.ours()[0].startswith("commlib."), True, f"{name}: {mode.ours()}")
@@ -256,7 +256,7 @@ def test_fake_tensors(comm: Any) -> None:
     if comm.rank == 1:  # alone: a launch would wait for rank 0
         with FakeTensorMode() as mode:
             fake = mode.from_tensor(x)
-            found = {name: call(fake) for name, call in every(comm).items()}
+            results = {name: call(fake) for name, call in every(comm).items()}
             ops.barrier()
             ops.send(fake, peer=0)
             ops.recv(fake, peer=0)
@@ -265,8 +265,8 @@ def test_fake_tensors(comm: Any) -> None:
                 ops.vocab_parallel_embedding(ids, fake, vocab_size=4).shape, (3, 6), "embedding"
             )
         for name, call in UNARY.items():
-            found[f"{name} alone"], wants[f"{name} alone"] = call(fake), wants[name]
-        for name, result in found.items():
+            results[f"{name} alone"], wants[f"{name} alone"] = call(fake), wants[name]
+        for name, result in results.items():
             assert_equal(isinstance(result, FakeTensor), True, f"{name}: {type(result)}")
             assert_equal(tuple(result.shape), tuple(wants[name].shape), name)
             assert_equal((result.dtype, result.device), (wants[name].dtype, x.device), name)
@@ -283,8 +283,8 @@ def test_make_fx(comm: Any, tracing: str) -> None:
         ops.all_reduce(t)
         ops.all_reduce(t)
         ops.barrier()
-        whole = ops.all_gather(t * 2)
-        total: torch.Tensor = ops.reduce_scatter(whole) + ops.broadcast(t, root=1)
+        gathered = ops.all_gather(t * 2)
+        total: torch.Tensor = ops.reduce_scatter(gathered) + ops.broadcast(t, root=1)
         return total
 
     bodies = {"chain": body, **every(comm)}
@@ -309,8 +309,8 @@ def test_jit_trace(comm: Any) -> None:
         ops.barrier()
         ops.all_reduce(t)
         ops.all_reduce(t)
-        whole: torch.Tensor = ops.all_gather(t) * 2
-        return whole
+        gathered: torch.Tensor = ops.all_gather(t) * 2
+        return gathered
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -345,8 +345,8 @@ def test_function_modes(comm: Any) -> None:
     for name, call in UNARY.items():
         want = call(x)
         with torch.device("meta"):  # a mode that redirects factories
-            found = call(x)
-        assert_bits_equal(found, want, f"{name} under another default device")
+            actual = call(x)
+        assert_bits_equal(actual, want, f"{name} under another default device")
     with Functions():
         comm.all_reduce(x, x)
 

@@ -113,8 +113,8 @@ def gate(ids: torch.Tensor, value: torch.Tensor, prob: torch.Tensor) -> torch.Te
     routed = ops.random_routing(ids, value, prob)[:, 1]
     capacity = torch.full((2,), 2, device=ids.device)
     counts = ops.limit_by_capacity(ops.number_count(routed, 4), capacity, 2)
-    kept = ops.prune_gate_by_capacity(routed, counts, 2, 2)
-    return ops.assign_pos(kept, ops.number_count(kept, 4).cumsum(0), total=3)
+    pruned = ops.prune_gate_by_capacity(routed, counts, 2, 2)
+    return ops.assign_pos(pruned, ops.number_count(pruned, 4).cumsum(0), total=3)
 
 
 def gate_inputs(device: str, seed: int) -> tuple[torch.Tensor, ...]:
@@ -140,8 +140,8 @@ def test_captured(comm: Any) -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = gate(*inputs)
     for seed in range(3):
-        for kept, new in zip(inputs, gate_inputs(device, seed), strict=True):
-            kept.copy_(new)
+        for static, new in zip(inputs, gate_inputs(device, seed), strict=True):
+            static.copy_(new)
         graph.replay()
         assert_bits_equal(out, gate(*inputs), f"replay {seed}")
 

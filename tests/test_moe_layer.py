@@ -15,14 +15,14 @@ from tests.support.ranks import NewRanks, Ranks
 
 def trained(comm: Any) -> None:
     """The same losses, step by step, and they fall; captured steps have the bits of eager ones."""
-    found = moe_layer.compare(6)
-    for number, one in enumerate(found):
+    runs = moe_layer.compare(6)
+    for number, one in enumerate(runs):
         assert_equal(one.apart <= moe_layer.TOLERANCE, True, f"step {number}: {one}")
         assert_equal(one.counted_captured, one.counted, f"step {number}, counted, captured")
         assert_equal(one.fixed_captured, one.fixed, f"step {number}, fixed shapes, captured")
         near = abs(one.fixed - one.ranks) / one.ranks  # weights are rounded to float32
         assert_equal(near < 1e-6, True, f"step {number}: fixed shapes differ by {near}")
-    for losses in zip(*found, strict=True):
+    for losses in zip(*runs, strict=True):
         assert_equal(losses[-1] < losses[0], True, f"the loss falls: {losses}")
 
 
@@ -44,19 +44,19 @@ def test_a_layer_as_one_process(ranks: Ranks, kind: type[moe_layer.Layer]) -> No
 
 def test_unused_places_of_experts() -> None:
     """The experts of the layer with counts run on the rows that are used, in any distribution."""
-    own = moe_layer.EXPERTS // 2
+    num_local = moe_layer.EXPERTS // 2
     gate = moe_layer.drawn(moe_layer.WIDTH, moe_layer.EXPERTS, seed=1)
-    up = moe_layer.drawn(own, moe_layer.WIDTH, moe_layer.HIDDEN, seed=2)
-    down = moe_layer.drawn(own, moe_layer.HIDDEN, moe_layer.WIDTH, seed=3)
+    up = moe_layer.drawn(num_local, moe_layer.WIDTH, moe_layer.HIDDEN, seed=2)
+    down = moe_layer.drawn(num_local, moe_layer.HIDDEN, moe_layer.WIDTH, seed=3)
     for counts in ([0] * 8, [3, 0, 5, 1, 2, 0, 9, 0], [14, 14, 0, 14, 0, 0, 14, 0]):
         arguments, used = (0, gate, up, down), sum(counts)
-        rows = torch.zeros(own * moe_layer.CAPACITY, moe_layer.WIDTH, dtype=torch.float64)
+        rows = torch.zeros(num_local * moe_layer.CAPACITY, moe_layer.WIDTH, dtype=torch.float64)
         rows[:used] = moe_layer.drawn(max(used, 1), moe_layer.WIDTH, seed=6)[:used]
         global_count = torch.tensor(counts)
-        given = moe_layer.CountedLayer(*arguments).experts(rows, global_count)
+        actual = moe_layer.CountedLayer(*arguments).experts(rows, global_count)
         expected = moe_layer.Layer(*arguments).experts(rows[:used], global_count)
-        torch.testing.assert_close(given[:used], expected, rtol=1e-12, atol=1e-12)
-        assert not given[used:].any()
+        torch.testing.assert_close(actual[:used], expected, rtol=1e-12, atol=1e-12)
+        assert not actual[used:].any()
 
 
 def test_the_capacity_drops_tokens() -> None:

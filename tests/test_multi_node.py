@@ -65,8 +65,8 @@ def check_two_nodes(out: Path, flag: str, each: int, nodes: list[dict[str, str]]
     assert ends == [0, 0], "\n".join(texts)  # None: still running
     for rank in range(2 * each):
         line = (out / f"rank{rank}").read_text()
-        where = f"rank {rank} of {2 * each} on node {rank // each}"
-        assert line == f"{where}: ring 1 spans nodes [0, 1]"
+        prefix = f"rank {rank} of {2 * each} on node {rank // each}"
+        assert line == f"{prefix}: ring 1 spans nodes [0, 1]"
 
 
 @pytest.mark.parametrize("flag", ["0", "1"], ids=["legacy", "unified"])

@@ -12,8 +12,8 @@ from tests.support.runs_on import runs_on
 def test_trains_as_eager(comm: Any) -> None:
     pairs, graphs = optimizer_graph.compare(4)
     names = [line.partition(":")[0] for line in graphs]  # other tests may have left some
-    own = [name for name in names if name.startswith("Optimizer.")]
-    assert_equal(own, ["Optimizer.accumulate", "Optimizer.step"], graphs)
+    methods = [name for name in names if name.startswith("Optimizer.")]
+    assert_equal(methods, ["Optimizer.accumulate", "Optimizer.step"], graphs)
     for number, (eager, captured) in enumerate(pairs):
         assert_equal(captured, eager, f"loss of backward {number}")
     assert_equal(pairs[-1][0] < pairs[0][0], True, f"the loss falls: {pairs}")

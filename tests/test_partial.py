@@ -53,10 +53,10 @@ def test_pieces(shape: list[int], data: Any) -> None:
     x.copy_(torch.arange(1.0, count + 1).view(x.shape))
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))
-    found = slice_views(x, first, last)
-    assert len(found) <= max(1, 2 * x.dim() - 1)
-    assert joined(found).reshape(-1).tolist() == list(range(first + 1, last + 1))
-    fill(found, torch.full((last - first,), -1.0))
+    pieces = slice_views(x, first, last)
+    assert len(pieces) <= max(1, 2 * x.dim() - 1)
+    assert joined(pieces).reshape(-1).tolist() == list(range(first + 1, last + 1))
+    fill(pieces, torch.full((last - first,), -1.0))
     want = [-1.0 if first < n <= last else float(n) for n in range(1, count + 1)]
     assert x.reshape(-1).tolist() == want
     assert int((buffer != 0).sum()) == count
@@ -70,10 +70,10 @@ def own_slices(inputs: list[Array], rank: int) -> Array:
     shape, size = inputs[0].shape, len(inputs)
     flat = [x.reshape(-1) for x in inputs]
     part = flat[0].size // size
-    whole = flat[0].copy()
+    full = flat[0].copy()
     for r, x in enumerate(flat):
-        whole[r * part : (r + 1) * part] = x[r * part : (r + 1) * part]
-    return whole.reshape(shape)
+        full[r * part : (r + 1) * part] = x[r * part : (r + 1) * part]
+    return full.reshape(shape)
 
 
 GATHER = Operator(ops.partial_all_gather, own_slices, divides=True, in_place=True)
@@ -92,9 +92,9 @@ def in_place(comm: Any) -> None:
         for mode in MODES.values():
             frame = Framed(tuple(want.shape), torch.float64, comm.device, layout)
             x = frame.view.copy_(every[comm.rank])
-            given = ops.partial_all_gather(x, out=x, **mode)
-            given = given.wait() if isinstance(given, commlib.Work) else given
-            assert_equal(given.data_ptr(), x.data_ptr(), "address")
+            result = ops.partial_all_gather(x, out=x, **mode)
+            result = result.wait() if isinstance(result, commlib.Work) else result
+            assert_equal(result.data_ptr(), x.data_ptr(), "address")
             assert_bits_equal(x, want, f"{layout} {mode}")
             frame.intact(layout)
 
@@ -120,11 +120,11 @@ def handed(comm: Any, num: int, dtype: torch.dtype, layout: str, **mode: bool) -
         else:
             frame = Framed(shape, dtype, comm.device, layout)
             done = ops.partial_recv(frame.view.copy_(old), peer=0, num=num, id=id, **mode)
-            given = done.wait() if isinstance(done, commlib.Work) else done
-            assert_equal(given is frame.view, True, "returns out")
+            result = done.wait() if isinstance(done, commlib.Work) else done
+            assert_equal(result is frame.view, True, "returns out")
             want = old.clone()
             want[id] = x[id]
-            assert_bits_equal(given, want, f"slice {id} of {num} {layout} {mode}")
+            assert_bits_equal(result, want, f"slice {id} of {num} {layout} {mode}")
             frame.intact(f"slice {id}")
         if isinstance(done, commlib.Work):
             done.wait()
@@ -145,8 +145,8 @@ def test_torn_slices(comm: Any) -> None:
     """A slice in several pieces, on either side or both, in every form that can have one."""
     want = sample(0, (5, 4, 3), torch.float32)
     old = sample(1, (5, 4, 3), torch.float32)
-    kept = old.view(-1).clone()
-    kept[20:40] = want.view(-1)[20:40]
+    expected = old.view(-1).clone()
+    expected[20:40] = want.view(-1)[20:40]
     for mine, theirs in (("transposed", "contiguous"), ("contiguous", "transposed"), (STRIDED[1:])):
         for mode in MODES.values():
             if comm.rank == 0:
@@ -161,7 +161,7 @@ def test_torn_slices(comm: Any) -> None:
             alone = {**mode, "sync_op": True} if theirs != "contiguous" else mode
             got = ops.partial_recv(frame.view, peer=0, num=3, id=1, **alone)
             got = got.wait() if isinstance(got, commlib.Work) else got
-            assert_bits_equal(got, kept.view(5, 4, 3), f"{mine} to {theirs} {mode}")
+            assert_bits_equal(got, expected.view(5, 4, 3), f"{mine} to {theirs} {mode}")
             frame.intact(theirs)
 
 
@@ -190,13 +190,13 @@ def test_opcheck(comm: Any) -> None:
 
 @runs_on("ranks")
 def test_compiled_torn_slices(comm: Any) -> None:
-    whole = sample(0, (4, 3), torch.float32).to(comm.device)
+    full = sample(0, (4, 3), torch.float32).to(comm.device)
     if comm.rank == 0:
-        compile_whole(lambda x: ops.partial_send(x.t(), peer=1, num=2, id=1))(whole)
+        compile_whole(lambda x: ops.partial_send(x.t(), peer=1, num=2, id=1))(full)
     else:
         out = torch.zeros(4, 3, device=comm.device).t()
         compile_whole(lambda out: ops.partial_recv(out, peer=0, num=2, id=1))(out)
-        want = whole.t().reshape(-1).cpu()
+        want = full.t().reshape(-1).cpu()
         want[:6] = 0
         assert_bits_equal(out, want.view(3, 4), "compiled, in pieces")
 
@@ -224,17 +224,17 @@ def pipeline(comm: Any, legacy: bool) -> None:
     pair, mates = commlib.new_ring(10 + part, [part, part + 2]), commlib.new_ring(20, [2, 3])
     assert pair is not None
     x = sample(7, (6, 5), torch.float32).to(comm.device)
-    how = {"use_calc_stream": True, "num": 2, "id": part}
+    kwargs = {"use_calc_stream": True, "num": 2, "id": part}
     if stage == 0:
         send = paddle.partial_send if legacy else ops.partial_send
-        send(x, pair.ring_id, peer=1, **how)
+        send(x, pair.ring_id, peer=1, **kwargs)
         return
     assert mates is not None
     if legacy:
-        got = paddle.partial_recv([6, 5], torch.float32, peer=0, ring_id=pair.ring_id, **how)
+        got = paddle.partial_recv([6, 5], torch.float32, peer=0, ring_id=pair.ring_id, **kwargs)
         paddle.partial_allgather(got, nranks=2, rank=part, ring_id=20, use_calc_stream=True)
     else:
-        got = ops.partial_recv(torch.zeros_like(x), pair.ring_id, peer=0, **how)
+        got = ops.partial_recv(torch.zeros_like(x), pair.ring_id, peer=0, **kwargs)
         ops.partial_all_gather(got, 20, out=got)
     assert_bits_equal(got, x, f"the activation on rank {comm.rank}")
 
@@ -279,17 +279,17 @@ def test_captured(comm: Any) -> None:
             ops.partial_send(x, peer=1, num=3, id=1)
         else:
             ops.partial_recv(out, peer=0, num=3, id=1)
-        whole: torch.Tensor = ops.partial_all_gather(out + x)
-        return whole
+        gathered: torch.Tensor = ops.partial_all_gather(out + x)
+        return gathered
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        given = step()
+        result = step()
     for seed in range(3):
         x.copy_(sample(comm.rank, (6, 4), torch.float32, seed))
         graph.replay()
-        assert_bits_equal(given.clone(), step(), f"replay {seed}")
+        assert_bits_equal(result.clone(), step(), f"replay {seed}")
 
 
 @runs_on("ranks")

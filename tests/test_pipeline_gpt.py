@@ -23,7 +23,7 @@ def compare(comm: Any, *arguments: str, steps: int = 7) -> list[int]:
     manager = commlib.CommContextManager.instance()
     before = {*manager.rings()}
     layout = pipeline_gpt.layout_of(chosen.parallel)
-    eager, captured = (pipeline_gpt.train(layout, chosen, how) for how in ("no", chosen.capture))
+    eager, captured = (pipeline_gpt.train(layout, chosen, mode) for mode in ("no", chosen.capture))
     for number, (one, want) in enumerate(zip(captured.weights, eager.weights, strict=True)):
         assert_bits_equal(one, want, f"weight {number} with {arguments}")
     assert_equal(captured.losses, eager.losses, f"losses with {arguments}")

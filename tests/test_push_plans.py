@@ -103,10 +103,10 @@ def test_explain_names_the_launch(size: int) -> None:
     """In two hops a row counts the threads for one peer; the text is about a block."""
     reduction = ReductionSpec(torch.bfloat16, "sum")
     for row in kernel_table.table()["all_reduce"][size]:
-        found = reductions.explain(None, reduction, row.most, size, connected=True)
+        text = reductions.explain(None, reduction, row.most, size, connected=True)
         threads = row.threads * (size - 1 if row.kernel == "two_shot" else 1)
-        assert f"{row.kernel} push" in found
-        assert f"{threads} threads per block and at most {row.blocks} blocks" in found
+        assert f"{row.kernel} push" in text
+        assert f"{threads} threads per block and at most {row.blocks} blocks" in text
 
 
 def test_refusals_name_the_reason() -> None:

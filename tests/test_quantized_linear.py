@@ -37,8 +37,8 @@ class Case:
 
     def expected(self, bias: torch.Tensor | None) -> Array:
         weight = self.weight.values.double().numpy() * self.weight.scales.double().numpy()[:, None]
-        found: Array = self.x.double().numpy() @ weight.T
-        return found if bias is None else found + bias.double().numpy()
+        product: Array = self.x.double().numpy() @ weight.T
+        return product if bias is None else product + bias.double().numpy()
 
     def check(self, found: torch.Tensor, bias: torch.Tensor | None) -> None:
         want = self.expected(bias)
@@ -61,11 +61,11 @@ def test_values_on_gpus(comm: Any) -> None:
     """Rows and columns that fill no tile; the kernel takes few rows of short floats."""
     for shape, kind, dtype in itertools.product(SHAPES, KINDS, NEAR):
         case = Case(shape, kind, dtype)
-        given, own = case.to(comm.device), case.bias.to(comm.device)
+        args, gpu_bias = case.to(comm.device), case.bias.to(comm.device)
         kernel = dtype in few_rows.DTYPES and shape[0] <= MOST_ROWS
-        assert_equal(few_rows.may_take_kernel(MOST_ROWS, *given, own), kernel, case.what)
-        for bias in (None, own):
-            case.check(quantized_linear(*given, bias), None if bias is None else case.bias)
+        assert_equal(few_rows.may_take_kernel(MOST_ROWS, *args, gpu_bias), kernel, case.what)
+        for bias in (None, gpu_bias):
+            case.check(quantized_linear(*args, bias), None if bias is None else case.bias)
 
 
 @runs_on("gpu_ranks", deadline=120)
@@ -81,18 +81,18 @@ def every_form(comm: Any, case: Case) -> None:
     want = quantized_linear(x, *weight, bias)
     apart = torch.zeros(6, 2 * x.shape[1], device=comm.device, dtype=x.dtype)[:, ::2].copy_(x)
     assert_bits_equal(quantized_linear(apart, *weight, bias), want, "with gaps")
-    found = quantized_linear(x.view(2, 3, -1), *weight, bias)
-    assert_bits_equal(found.flatten(0, 1), want, "three dimensions")
+    actual = quantized_linear(x.view(2, 3, -1), *weight, bias)
+    assert_bits_equal(actual.flatten(0, 1), want, "three dimensions")
 
     def with_bias(x: torch.Tensor) -> torch.Tensor:
         return quantized_linear(x, *weight, bias)
 
-    call, whole = graph.capture(with_bias, outputs="copy"), compile_whole(with_bias)
+    call, compiled = graph.capture(with_bias, outputs="copy"), compile_whole(with_bias)
     for turn in range(4):
-        given = x * (turn + 1)
-        eager = quantized_linear(given, *weight, bias)
-        assert_bits_equal(call(given), eager, f"captured, turn {turn}")
-        assert_bits_equal(whole(given), eager, f"compiled, turn {turn}")
+        scaled = x * (turn + 1)
+        eager = quantized_linear(scaled, *weight, bias)
+        assert_bits_equal(call(scaled), eager, f"captured, turn {turn}")
+        assert_bits_equal(compiled(scaled), eager, f"compiled, turn {turn}")
     assert_equal(call.entries.replays, 3, "replays")
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(quantized_linear(leaf, *weight, bias).sum(), leaf)
@@ -111,10 +111,10 @@ def test_findings_of_the_benchmark() -> None:
     good = {name: [6e-5] * 2 for name in quantized.DTYPES}
     rest = {quantized.CONVERTED: [3e-4] * 2, quantized.PLAIN: [1e-4] * 2}
     samples = {str(batch): {**good, **rest} for batch in quantized.BATCHES}
-    found = quantized.report(samples, {"nproc": 1, "rounds": 2})
-    assert found.findings[0] == "met: batch 1, int8 / bfloat16: 0.60, target at most 0.75"
-    assert len(found.findings) == 6
-    assert len(found.rows) == 12
+    report = quantized.report(samples, {"nproc": 1, "rounds": 2})
+    assert report.findings[0] == "met: batch 1, int8 / bfloat16: 0.60, target at most 0.75"
+    assert len(report.findings) == 6
+    assert len(report.rows) == 12
     slow = {**samples, "8": {**samples["8"], "fp8": [1e-4] * 2}}
     again = quantized.report(slow, {"nproc": 1, "rounds": 2})
     assert [text.partition(":")[0] for text in again.findings].count("missed") == 1
@@ -127,9 +127,9 @@ def test_products_beyond_float16(kind: torch.dtype) -> None:
         weight = quantize(torch.full((8, 4096), size), kind)
         for rows in (1, MOST_ROWS + 1):
             x = torch.full((rows, 4096), 1.5, dtype=torch.float16)
-            found = quantized_linear(x, weight.values, weight.scales, None)
+            actual = quantized_linear(x, weight.values, weight.scales, None)
             want = torch.full((rows, 8), 1.5 * 4096 * size)
-            torch.testing.assert_close(found.float(), want, rtol=2e-3, atol=1e-6)
+            torch.testing.assert_close(actual.float(), want, rtol=2e-3, atol=1e-6)
     none = quantize(torch.zeros(8, 16), kind)
-    found = quantized_linear(torch.ones(2, 16), none.values, none.scales, None)
-    assert_bits_equal(found, torch.zeros(2, 8), "a weight of zeros")
+    actual = quantized_linear(torch.ones(2, 16), none.values, none.scales, None)
+    assert_bits_equal(actual, torch.zeros(2, 8), "a weight of zeros")

@@ -59,10 +59,10 @@ def test_reduce_scatter(ring: Any) -> None:
     for even in (True, False):
         sums = [wide(of(ring, rank, ring.rank, even)) for rank in range(ring.size)]
         expected = rounded(sum(sums), torch.float32)
-        given = [of(ring, ring.rank, to, even) for to in range(ring.size)]
+        inputs = [of(ring, ring.rank, to, even) for to in range(ring.size)]
         for mode in MODES:
-            for xs in places(given):
-                out = torch.empty_like(given[ring.rank])
+            for xs in places(inputs):
+                out = torch.empty_like(inputs[ring.rank])
                 done = finished(ring.reduce_scatter(out, xs, **mode), mode)
                 assert_equal(done is out, True, "result")
                 assert_bits_equal(out.cpu(), expected, f"even {even}, {mode}")
@@ -70,33 +70,33 @@ def test_reduce_scatter(ring: Any) -> None:
 
 @runs_on("ranks")
 def test_gather_and_scatter(ring: Any) -> None:
-    own = [of(ring, rank, 0, even=True) for rank in range(ring.size)]
+    inputs = [of(ring, rank, 0, even=True) for rank in range(ring.size)]
     parts = [of(ring, ROOT, to, even=True) for to in range(ring.size)]
     for mode in MODES:
-        for outs in places([x * 0 for x in own]):
-            done = finished(ring.gather(outs, own[ring.rank], root=ROOT, **mode), mode)
+        for outs in places([x * 0 for x in inputs]):
+            done = finished(ring.gather(outs, inputs[ring.rank], root=ROOT, **mode), mode)
             assert_equal([a is b for a, b in zip(done, outs, strict=True)], [True] * 2)
-            check(outs, own if ring.rank == ROOT else [x * 0 for x in own], f"gather {mode}")
+            check(outs, inputs if ring.rank == ROOT else [x * 0 for x in inputs], f"gather {mode}")
         assert_equal(
-            finished(ring.gather(None if ring.rank else outs, own[0], root=0, **mode), mode)
+            finished(ring.gather(None if ring.rank else outs, inputs[0], root=0, **mode), mode)
             is None,
             bool(ring.rank),
             "None on other ranks",
         )
         for xs in places(parts):
-            out = torch.empty_like(own[0])
-            given = xs if ring.rank == ROOT else None
-            finished(ring.scatter(out, given, root=ROOT, **mode), mode)
+            out = torch.empty_like(inputs[0])
+            sources = xs if ring.rank == ROOT else None
+            finished(ring.scatter(out, sources, root=ROOT, **mode), mode)
             assert_bits_equal(out.cpu(), parts[ring.rank].cpu(), f"scatter {mode}")
 
 
 @runs_on("ranks")
 def test_all_to_all(ring: Any) -> None:
     for even in (True, False):
-        given = [of(ring, ring.rank, to, even) for to in range(ring.size)]
+        inputs = [of(ring, ring.rank, to, even) for to in range(ring.size)]
         expected = [of(ring, rank, ring.rank, even) for rank in range(ring.size)]
         for mode in MODES:
-            lists = zip(places([x * 0 for x in expected]), places(given), strict=True)
+            lists = zip(places([x * 0 for x in expected]), places(inputs), strict=True)
             for outs, xs in lists:
                 finished(ring.all_to_all(outs, xs, **mode), mode)
                 check(outs, expected, f"even {even}, {mode}")
@@ -107,10 +107,10 @@ def test_three(ring: Any) -> None:
     expected = [of(ring, rank, rank, even=False) for rank in range(3)]
     outs = [torch.empty_like(x) for x in expected]
     check(ring.all_gather(outs, expected[ring.rank]), expected, "all_gather")
-    given = [of(ring, ring.rank, to, even=False) for to in range(3)]
+    inputs = [of(ring, ring.rank, to, even=False) for to in range(3)]
     expected = [of(ring, rank, ring.rank, even=False) for rank in range(3)]
     outs = [torch.empty_like(x) for x in expected]
-    check(ring.all_to_all(outs, given), expected, "all_to_all")
+    check(ring.all_to_all(outs, inputs), expected, "all_to_all")
 
 
 @runs_on("ranks")
@@ -121,8 +121,8 @@ def test_adjacent_outputs_take_no_copy(ring: Any) -> None:
     ring.all_gather(outs, torch.ones(2, device=ring.device) + ring.rank)
     assert_equal(flat.tolist(), [1.0, 1.0, 2.0, 2.0], "the tensor")
     assert_equal(flat._version > before, True, "version")
-    found = adjacent(outs)
-    assert_equal(found is not None and found.data_ptr(), flat.data_ptr(), "memory")
+    base = adjacent(outs)
+    assert_equal(base is not None and base.data_ptr(), flat.data_ptr(), "memory")
     twisted = list(torch.zeros(2, 2).t().chunk(2))
     for parts in (outs[::-1], [outs[0], outs[1].clone()], [flat[:1], flat[2:3]], twisted):
         assert_equal(adjacent(parts), None, "not adjacent")
@@ -132,14 +132,14 @@ def test_adjacent_outputs_take_no_copy(ring: Any) -> None:
 def test_shared_memory(ring: Any) -> None:
     """An output that overlaps another rank's part: all parts are read before it is written."""
     at, more = [(0, 3), (3, 5), (5, 6)], [(2, 5), (0, 2), (0, 1)]
-    own = torch.arange(6.0) + 10 * ring.rank
-    out = own[slice(*more[ring.rank])]
-    ring.reduce_scatter(out, [own[slice(*one)] for one in at])
+    buffer = torch.arange(6.0) + 10 * ring.rank
+    out = buffer[slice(*more[ring.rank])]
+    ring.reduce_scatter(out, [buffer[slice(*one)] for one in at])
     total = 3 * torch.arange(6.0) + 10 * sum(range(3))
     assert_bits_equal(out, total[slice(*at[ring.rank])], "reduce_scatter")
-    own = torch.arange(6.0) + 10 * ring.rank
-    outs = [own[slice(*one)] for one in at]
-    ring.all_gather(outs, own[slice(*more[ring.rank])])
+    buffer = torch.arange(6.0) + 10 * ring.rank
+    outs = [buffer[slice(*one)] for one in at]
+    ring.all_gather(outs, buffer[slice(*more[ring.rank])])
     expected = [torch.arange(6.0)[slice(*more[r])] + 10 * r for r in range(3)]
     check(outs, expected, "all_gather")
 
@@ -156,9 +156,9 @@ def test_inference_tensors(ring: Any) -> None:
             done = ring.all_gather(outs, x, **mode)
         finished(done, mode)
         check(outs, [torch.ones(3) + rank for rank in range(ring.size)], f"{mode}")
-        for given in (outs, list(flat.chunk(ring.size))):
+        for outputs in (outs, list(flat.chunk(ring.size))):
             with raises(ArgumentError, "outs[0] is an inference tensor", "torch.inference_mode()"):
-                ring.all_gather(given, x, **mode)
+                ring.all_gather(outputs, x, **mode)
     ring.barrier()
 
 
@@ -244,8 +244,8 @@ def test_bad_input(ring: Any) -> None:
 def test_a_ring_of_one(ring: Any) -> None:
     alone: Any = commlib.new_ring(330, [ring.rank])
     x = torch.arange(3.0, device=ring.device)
-    for call, given in ((alone.all_gather, x), (alone.all_to_all, [x])):
+    for call, arg in ((alone.all_gather, x), (alone.all_to_all, [x])):
         out = [torch.zeros(3, device=ring.device)]
-        call(out, given)
+        call(out, arg)
         assert_bits_equal(out[0].cpu(), torch.arange(3.0), "a ring of one")
     commlib.close_ring(330)

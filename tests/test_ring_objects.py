@@ -110,8 +110,8 @@ def test_a_receiver_runs_no_code(ring: Any) -> None:
         with raises(ArgumentError, "broadcast_object on ring 0", "a received object is refused"):
             ring.broadcast_object(None, root=1)
     assert_equal(ran, [], "code that was run")
-    given = ring.all_gather_object(Command(), pickle=True)
-    assert_equal((given, ran), ([7, 7], [1, 1]), "with pickle=True")
+    result = ring.all_gather_object(Command(), pickle=True)
+    assert_equal((result, ran), ([7, 7], [1, 1]), "with pickle=True")
     ran.clear()
 
 

@@ -43,41 +43,41 @@ def test_values(ring: Any) -> None:
         apart = one_rounding(ring, dtype)
         mine = sample(ring.rank, (6, 5), dtype).to(ring.device)
         total = rounded(sum(products((6, 5), dtype, ring.size)), dtype)
-        given = {"op": "premul_sum", "factor": FACTOR}
+        kwargs = {"op": "premul_sum", "factor": FACTOR}
         for later in ({}, {"use_calc_stream": False, "sync_op": False}):
             out = [torch.full_like(mine, 7.0) for _ in range(2)]
             part = torch.full_like(mine[:3], 7.0)
             works = [
-                ring.all_reduce(out[0], mine, **given, **later),
-                ring.reduce(out[1], mine, root=1, **given, **later),
-                ring.reduce_scatter(part, mine, **given, **later),
+                ring.all_reduce(out[0], mine, **kwargs, **later),
+                ring.reduce(out[1], mine, root=1, **kwargs, **later),
+                ring.reduce_scatter(part, mine, **kwargs, **later),
             ]
             results = [work.wait() if later else work for work in works]
             assert_equal([a is b for a, b in zip(results, [*out, part], strict=True)], [True] * 3)
             assert_bits_equal(out[0].cpu(), total, f"all_reduce {dtype} {later}", atol=apart)
             expected = total if ring.rank == 1 else torch.full_like(total, 7.0)
             assert_bits_equal(out[1].cpu(), expected, f"reduce {dtype} {later}", atol=apart)
-            own = total[3 * ring.rank : 3 * ring.rank + 3]
-            assert_bits_equal(part.cpu(), own, f"reduce_scatter {dtype} {later}", atol=apart)
+            shard = total[3 * ring.rank : 3 * ring.rank + 3]
+            assert_bits_equal(part.cpu(), shard, f"reduce_scatter {dtype} {later}", atol=apart)
         assert_bits_equal(mine.cpu(), sample(ring.rank, (6, 5), dtype), "the input")
-        found = ring.all_reduce(mine, mine, **given)
-        assert_bits_equal(found.cpu(), total, "in place", atol=apart)
+        actual = ring.all_reduce(mine, mine, **kwargs)
+        assert_bits_equal(actual.cpu(), total, "in place", atol=apart)
 
 
 @runs_on("ranks")
 def test_grouped_and_uneven(ring: Any) -> None:
     shapes = [(3,), (2, 2)]
-    given = [sample(ring.rank, shape, torch.float32).to(ring.device) for shape in shapes]
+    inputs = [sample(ring.rank, shape, torch.float32).to(ring.device) for shape in shapes]
     sums = [rounded(sum(products(s, torch.float32, ring.size)), torch.float32) for s in shapes]
-    outs = [torch.empty_like(x) for x in given]
+    outs = [torch.empty_like(x) for x in inputs]
     with ring.group():
-        for out, x in zip(outs, given, strict=True):
+        for out, x in zip(outs, inputs, strict=True):
             ring.all_reduce(out, x, op="premul_sum", factor=FACTOR)
     for out, expected in zip(outs, sums, strict=True):
         apart = one_rounding(ring, torch.float32)
         assert_bits_equal(out.cpu(), expected, "in a group", atol=apart)
-    out = torch.empty_like(given[ring.rank])
-    ring.reduce_scatter_v(out, given, op="premul_sum", factor=FACTOR)
+    out = torch.empty_like(inputs[ring.rank])
+    ring.reduce_scatter_v(out, inputs, op="premul_sum", factor=FACTOR)
     assert_bits_equal(out.cpu(), sums[ring.rank], "reduce_scatter_v", atol=apart)
 
 
@@ -88,8 +88,8 @@ def test_a_ring_of_one_rounds_the_factor_too(ring: Any) -> None:
     x = sample(ring.rank, (4,), torch.bfloat16).to(ring.device)
     expected = rounded(products((4,), torch.bfloat16, ring.size)[ring.rank], torch.bfloat16)
     for call in (alone.all_reduce, alone.reduce_scatter):
-        given = call(x, op="premul_sum", factor=FACTOR)
-        assert_bits_equal(given.cpu(), expected, call.__name__)
+        actual = call(x, op="premul_sum", factor=FACTOR)
+        assert_bits_equal(actual.cpu(), expected, call.__name__)
     commlib.close_ring(310)
 
 
@@ -124,9 +124,9 @@ def test_outputs_of_another_shape(ring: Any) -> None:
     x = torch.arange(6.0, device=ring.device).reshape(2, 3)
     for op, factor in (("sum", None), ("premul_sum", 0.5)):
         expected = torch.arange(6.0) * ring.size * (factor or 1.0)
-        given = {"op": op, "factor": factor}
-        assert_bits_equal(ring.all_reduce(x.new_empty(6), x, **given).cpu(), expected, op)
-        out = ring.reduce(x.new_empty(6), x, root=0, **given)
+        kwargs = {"op": op, "factor": factor}
+        assert_bits_equal(ring.all_reduce(x.new_empty(6), x, **kwargs).cpu(), expected, op)
+        out = ring.reduce(x.new_empty(6), x, root=0, **kwargs)
         if ring.rank == 0:
             assert_bits_equal(out.cpu(), expected, op)
     out = ring.broadcast(x.new_empty(6), x, root=1)

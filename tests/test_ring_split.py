@@ -43,12 +43,12 @@ def test_keys_order_the_members(ring: Any) -> None:
 
 @runs_on("ranks")
 def test_colors(ring: Any) -> None:
-    own = ring.split(ring.rank)
-    assert_equal(own.ranks, (ring.ranks[ring.rank],), "a ring per member")
-    [other] = [row[0] for row in ring.exchange([own.ring_id]) if row[0] != own.ring_id]
+    solo = ring.split(ring.rank)
+    assert_equal(solo.ranks, (ring.ranks[ring.rank],), "a ring per member")
+    [other] = [row[0] for row in ring.exchange([solo.ring_id]) if row[0] != solo.ring_id]
     with raises(RingError, f"not a member of ring {other}", [ring.ranks[1 - ring.rank]]):
         commlib.comm(other)
-    commlib.close_ring(own.ring_id)
+    commlib.close_ring(solo.ring_id)
     some = ring.split(0 if ring.rank == 1 else None, key=7)
     assert_equal(some is None, ring.rank == 0, "a member without a color")
     if some is not None:
@@ -100,12 +100,12 @@ def test_bad_input(ring: Any) -> None:
 def test_closed_rings_are_not_kept(ring: Any) -> None:
     """The next ring takes the name of a closed one, and its place in memory."""
     first = ring.split(0, name="part")
-    place, number = weakref.ref(first), first.ring_id
+    ref, number = weakref.ref(first), first.ring_id
     first.close()
     del first
     second = ring.split(0, name="part")
     gc.collect()
-    assert_equal(place() is None, True, "the closed ring is freed")
+    assert_equal(ref() is None, True, "the closed ring is freed")
     assert_equal(commlib.comm("part") is second, True, "name")
     commlib.close_ring(number)  # it counts as closed
     commlib.close_ring(second.ring_id)

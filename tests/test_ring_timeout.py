@@ -83,12 +83,12 @@ def test_in_time(ring: Any) -> None:
 
 def late(ring: Any, name: str, form: str) -> None:
     """Rank 0 calls alone; its deadline passes long before that of the ring."""
-    own = commlib.new_ring(320, ring.ranks, timeout=AGES_S)
-    assert own is not None
-    own.barrier()
-    call = calls_of(own)[name][0]
+    new_ring = commlib.new_ring(320, ring.ranks, timeout=AGES_S)
+    assert new_ring is not None
+    new_ring.barrier()
+    call = calls_of(new_ring)[name][0]
     begun = time.monotonic()
-    if own.rank == 0:
+    if new_ring.rank == 0:
         with raises(CommTimeout, f"did not finish within {SOON_S:g} s", "ring 320", "rank 1"):
             if form == "call":
                 call(timeout=SOON_S)
@@ -97,11 +97,11 @@ def late(ring: Any, name: str, form: str) -> None:
             elif form == "wait":
                 call(**ASYNC).wait(timeout=SOON_S)
             else:
-                with own.group(timeout=SOON_S):
+                with new_ring.group(timeout=SOON_S):
                     call()
         assert_equal(time.monotonic() - begun < AGES_S / 2, True, "long before the ring's")
         with raises(RingError, "the ring can't be used"):
-            own.all_reduce(torch.ones(2))
+            new_ring.all_reduce(torch.ones(2))
     ring.barrier()
     commlib.close_ring(320, abort=True)
 
@@ -139,10 +139,10 @@ def test_longer_than_the_ring(ring: Any) -> None:
 @runs_on("cpu_ranks")
 def test_a_second_waiter_is_late(ring: Any) -> None:
     """Another thread waits for the same Work, without a deadline."""
-    own: Any = commlib.new_ring(322, ring.ranks, timeout=AGES_S)
-    own.barrier()
-    if own.rank == 0:
-        work = own.all_reduce(torch.ones(2), **ASYNC)
+    new_ring: Any = commlib.new_ring(322, ring.ranks, timeout=AGES_S)
+    new_ring.barrier()
+    if new_ring.rank == 0:
+        work = new_ring.all_reduce(torch.ones(2), **ASYNC)
         first = threading.Thread(target=work.wait)
         first.start()
         while not work._pending._lock.locked():
@@ -152,10 +152,10 @@ def test_a_second_waiter_is_late(ring: Any) -> None:
         ring.barrier()
         first.join()
         with raises(RingError, "the ring can't be used"):
-            own.barrier()
+            new_ring.barrier()
     else:
         ring.barrier()
-        own.all_reduce(torch.ones(2))
+        new_ring.all_reduce(torch.ones(2))
     ring.barrier()
     commlib.close_ring(322, abort=True)
 
@@ -164,10 +164,10 @@ def test_a_second_waiter_is_late(ring: Any) -> None:
 def test_the_peer_of_a_late_receive(ring: Any) -> None:
     """In a ring of several the peer is named alone, to the waiter and to a second one."""
     for second in (False, True):
-        own: Any = commlib.new_ring(323, ring.ranks, timeout=AGES_S)
-        own.barrier()
-        if own.rank == 0:
-            work = own.recv(torch.zeros(2), peer=2, **ASYNC)
+        new_ring: Any = commlib.new_ring(323, ring.ranks, timeout=AGES_S)
+        new_ring.barrier()
+        if new_ring.rank == 0:
+            work = new_ring.recv(torch.zeros(2), peer=2, **ASYNC)
             if second:
                 threading.Thread(target=work.wait, daemon=True).start()
                 while not work._pending._lock.locked():

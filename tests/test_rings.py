@@ -85,9 +85,9 @@ def rooted(ring: Any) -> None:
         assert_bits_equal(ops.broadcast(x, ring_id, root=root), every[root], f"{ring} broadcast")
         parts = every[root].chunk(ring.size)
         assert_bits_equal(ops.scatter(x, ring_id, root=root), parts[ring.rank], f"{ring} scatter")
-        whole = torch.cat(every)
+        full = torch.cat(every)
         gathered = ops.gather(x, ring_id, root=root)
-        assert_bits_equal(gathered, whole if ring.rank == root else whole[:0], f"{ring} gather")
+        assert_bits_equal(gathered, full if ring.rank == root else full[:0], f"{ring} gather")
         largest = torch.stack(every).amax(0) if ring.rank == root else x
         assert_bits_equal(ops.reduce(x, ring_id, root=root, op="max"), largest, f"{ring} reduce")
 

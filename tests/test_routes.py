@@ -19,11 +19,11 @@ def drawn() -> Any:
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_each_rank_starts_with_the_next_one(rank: int, back: bool) -> None:
     """No two ranks then send to one peer at a time, and a rank's own rows come last."""
-    found = routes(drawn(), rank, back=back)
+    plan = routes(drawn(), rank, back=back)
 
     peers = [(rank + 1 + step) % SIZE for step in range(SIZE)] * EXPERTS
-    assert found.sends["peer"].tolist() == peers
-    assert found.takes["peer"].tolist() == peers
+    assert plan.sends["peer"].tolist() == peers
+    assert plan.takes["peer"].tolist() == peers
 
 
 @pytest.mark.parametrize("back", [False, True])

@@ -134,12 +134,12 @@ def test_done(comm: Any) -> None:
 @runs_on("cpu_ranks")
 def test_a_dropped_work_goes_on(comm: Any) -> None:
     """Each message arrives in its turn, and nothing is kept after that."""
-    peer, how = 1 - comm.rank, MODES["async"]
+    peer, mode = 1 - comm.rank, MODES["async"]
     first, out = torch.zeros(4096), torch.zeros(4096)
-    comm.recv(first, peer=peer, **how)
+    comm.recv(first, peer=peer, **mode)
     for turn in range(50):
-        comm.send(torch.full((4096,), float(turn + comm.rank)), peer=peer, **how)
-        with comm.group(**how):
+        comm.send(torch.full((4096,), float(turn + comm.rank)), peer=peer, **mode)
+        with comm.group(**mode):
             comm.send(torch.full((4096,), turn - 0.5), peer=peer, use_calc_stream=False)
         if turn:
             comm.recv(out, peer=peer)

@@ -29,7 +29,7 @@ def agrees(
 
     ``label`` is [..., ids], or without the last axis where that is 1.
     """
-    what = f"{whole.dtype} {tuple(whole.shape)} in {sizes}, {label.dtype} {tuple(label.shape)}"
+    case = f"{whole.dtype} {tuple(whole.shape)} in {sizes}, {label.dtype} {tuple(label.shape)}"
     mine = own(sizes, comm.rank)
     x = whole[..., mine].to(comm.device).requires_grad_()
     before = calls(comm)
@@ -38,18 +38,18 @@ def agrees(
     weights = drawn(tuple(loss.shape), whole.dtype, seed=7)
     loss.backward(weights.to(comm.device))
     assert_equal(
-        (launched, calls(comm) - before), (1, 1), f"{what}: collectives forward, and in all"
+        (launched, calls(comm) - before), (1, 1), f"{case}: collectives forward, and in all"
     )
     assert_equal(softmax.requires_grad, False, "a gradient through the softmax")
     ids_of_rows = wide(label).reshape(*whole.shape[:-1], ids)
     want = cross_entropy(wide(whole).astype("f8"), ids_of_rows, how.get("ignore_index", IGNORE))
     grad = want[2] * wide(weights)
-    near_dtype(loss, want[0], whole.dtype, f"loss of {what}")
-    near_dtype(softmax, want[1][..., mine], whole.dtype, f"softmax of {what}")
+    near_dtype(loss, want[0], whole.dtype, f"loss of {case}")
+    near_dtype(softmax, want[1][..., mine], whole.dtype, f"softmax of {case}")
     assert x.grad is not None
-    near_dtype(x.grad, grad[..., mine], whole.dtype, f"gradient of {what}")
+    near_dtype(x.grad, grad[..., mine], whole.dtype, f"gradient of {case}")
     plain = loss_of(x.detach(), label.to(comm.device), **how)
-    assert_bits_equal(plain, loss, f"without gradient and softmax: {what}")
+    assert_bits_equal(plain, loss, f"without gradient and softmax: {case}")
 
 
 def values(comm: Any) -> None:
@@ -59,11 +59,11 @@ def values(comm: Any) -> None:
     for dtype in FLOATS:
         for kind in (torch.int64, torch.int32):
             for lead in ((6,), (3, 5)):
-                whole = drawn((*lead, total), dtype)
+                logits = drawn((*lead, total), dtype)
                 one = labels(lead, total, kind)
-                agrees(comm, whole, one, sizes, 1, ignore_index=int(one.view(-1)[0]))
+                agrees(comm, logits, one, sizes, 1, ignore_index=int(one.view(-1)[0]))
                 one.view(-1)[1] = IGNORE
-                agrees(comm, whole, one.unsqueeze(-1), sizes, 1)
+                agrees(comm, logits, one.unsqueeze(-1), sizes, 1)
             soft = labels((6, 3), total, kind)
             soft[1, 2] = IGNORE
             soft[2, 1] = soft[2, 0]
@@ -84,12 +84,12 @@ def test_upstream_case(comm: Any) -> None:
     per_rank = 1000 // comm.size
     total = per_rank * comm.size
     label = labels((1024, 1), total, torch.int32)
-    whole = drawn((1024, total), torch.float32, reach=40)
+    logits = drawn((1024, total), torch.float32, reach=40)
     ignored = int(label[0])
     mine = own([per_rank] * comm.size, comm.rank)
-    x = whole[:, mine].to(comm.device)
+    x = logits[:, mine].to(comm.device)
     loss, softmax = loss_of(x, label.to(comm.device), ignore_index=ignored, return_softmax=True)
-    want = cross_entropy(wide(whole).astype("f8"), wide(label), ignored)
+    want = cross_entropy(wide(logits).astype("f8"), wide(label), ignored)
     near(loss, want[0], "loss", 1e-6, 1e-6)
     near(softmax, want[1][:, mine], "softmax", 1e-5, 1e-9)
 
@@ -113,8 +113,8 @@ def test_shapes(comm: Any) -> None:
 def test_strided(comm: Any) -> None:
     """Logits, labels and incoming gradients of any strides count with their values."""
     size = comm.size
-    whole, label = drawn((6, 4 * size), torch.float32), labels((6,), 4 * size, torch.int64)
-    x, label = whole[:, own([4] * size, comm.rank)].to(comm.device), label.to(comm.device)
+    logits, label = drawn((6, 4 * size), torch.float32), labels((6,), 4 * size, torch.int64)
+    x, label = logits[:, own([4] * size, comm.rank)].to(comm.device), label.to(comm.device)
     want = x.clone().requires_grad_()
     loss_of(want, label).sum().backward()
     wide_rows = torch.stack([x, x], 2)[..., 0]  # neither rows nor columns are dense
@@ -138,21 +138,21 @@ def test_infinities(comm: Any) -> None:
     sizes = [3] * comm.size
     total = sum(sizes)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        whole = drawn((7, total), dtype)
+        logits = drawn((7, total), dtype)
         label = torch.tensor([0, total - 1, 0, 1, 2, 0, IGNORE])
-        whole[0, :3] = -torch.inf  # a shard, with the target in it
-        whole[1, :3] = -torch.inf  # a shard without the target
-        whole[2] = -torch.inf
-        whole[3, 1], whole[3, 2] = -torch.inf, torch.inf
-        whole[4, total - 1] = torch.nan
-        whole[5, 0] = torch.inf
-        whole[6] = -torch.inf
-        exact = whole.double().clone().requires_grad_()
+        logits[0, :3] = -torch.inf  # a shard, with the target in it
+        logits[1, :3] = -torch.inf  # a shard without the target
+        logits[2] = -torch.inf
+        logits[3, 1], logits[3, 2] = -torch.inf, torch.inf
+        logits[4, total - 1] = torch.nan
+        logits[5, 0] = torch.inf
+        logits[6] = -torch.inf
+        exact = logits.double().clone().requires_grad_()
         want = torch.nn.functional.cross_entropy(exact, label, reduction="none")
         finite = [0, 1]
         want.sum().backward()
         mine = own(sizes, comm.rank)
-        x = whole[:, mine].to(comm.device).requires_grad_()
+        x = logits[:, mine].to(comm.device).requires_grad_()
         loss, softmax = loss_of(x, label.to(comm.device), return_softmax=True)
         near_dtype(loss[:, 0], want.detach().numpy(), dtype, f"loss {dtype}")
         softmax_want = exact.detach().softmax(1)[:, mine].numpy()
@@ -170,8 +170,8 @@ def test_infinities(comm: Any) -> None:
 def test_large(comm: Any) -> None:
     """Classes that fill many blocks of one row, and rows that fill many blocks of temporaries."""
     for rows, classes in ((3, 70001), (3001, 257)):
-        whole = drawn((rows, classes * comm.size), torch.float32)
-        agrees(comm, whole, labels((rows,), whole.shape[1], torch.int64), [classes] * 2, 1)
+        logits = drawn((rows, classes * comm.size), torch.float32)
+        agrees(comm, logits, labels((rows,), logits.shape[1], torch.int64), [classes] * 2, 1)
 
 
 @runs_on("ranks", deadline=120)
@@ -182,23 +182,23 @@ def test_streams_and_compiled(comm: Any) -> None:
         shard = drawn((6, sum(sizes)), dtype)[:, own(sizes, comm.rank)].to(comm.device)
         label = labels((6,), sum(sizes), torch.int64).to(comm.device)
         label[3] = IGNORE
-        found = []
-        for call, how in (
+        results = []
+        for call, kwargs in (
             (loss_of, {}),
             (loss_of, {"use_calc_stream": False}),
             (compile_whole(loss_of), {}),
             (compile_whole(loss_of), {"use_calc_stream": False}),
         ):
             x = shard.clone().requires_grad_()
-            loss, softmax = call(x, label, return_softmax=True, **how)
+            loss, softmax = call(x, label, return_softmax=True, **kwargs)
             (loss * 3).sum().backward()
-            found.append((loss, softmax, x.grad))
-        for others in found[1:]:
-            for what, other, first in zip(
-                ("loss", "softmax", "grad"), others, found[0], strict=True
+            results.append((loss, softmax, x.grad))
+        for others in results[1:]:
+            for name, other, first in zip(
+                ("loss", "softmax", "grad"), others, results[0], strict=True
             ):
-                assert_bits_equal(other, first, f"{what} {dtype}")
-    assert_bits_equal(loss_of(shard, label), found[0][0], "without gradient")
+                assert_bits_equal(other, first, f"{name} {dtype}")
+    assert_bits_equal(loss_of(shard, label), results[0][0], "without gradient")
 
 
 @runs_on("ranks", deadline=120)
@@ -211,9 +211,9 @@ def test_compiled_for_any_batch(comm: Any) -> None:
 
     graph = compile_whole(body, dynamic=True)
     for rows in (4, 9, 6):
-        whole = drawn((rows, 8), torch.float32)[:, own([4, 4], comm.rank)].to(comm.device)
+        logits = drawn((rows, 8), torch.float32)[:, own([4, 4], comm.rank)].to(comm.device)
         label = labels((rows,), 8, torch.int64).to(comm.device)
-        leaves = [whole.clone().requires_grad_() for _ in range(2)]
+        leaves = [logits.clone().requires_grad_() for _ in range(2)]
         before = calls(comm)
         for call, leaf in zip((graph, body), leaves, strict=True):
             call(leaf, label).backward()
@@ -242,7 +242,7 @@ def test_generated_code(unified_ranks: Ranks) -> None:
 def test_gradcheck(comm: Any) -> None:
     """Numeric against analytic, with every form of label; no second derivative."""
     sizes = [2, 4]
-    whole = drawn((3, 6), torch.float64, reach=2).to(comm.device).requires_grad_()
+    logits = drawn((3, 6), torch.float64, reach=2).to(comm.device).requires_grad_()
     for label in ([0, 5, IGNORE], [[1], [2], [4]], [[0, 5], [3, 3], [IGNORE, 2]]):
         ids = torch.tensor(label, device=comm.device)
 
@@ -251,8 +251,8 @@ def test_gradcheck(comm: Any) -> None:
             each: torch.Tensor = loss_of(shard, ids)
             return each
 
-        assert_equal(torch.autograd.gradcheck(loss, (whole,)), True, label)
-    (first,) = torch.autograd.grad(loss(whole).sum(), whole, create_graph=True)
+        assert_equal(torch.autograd.gradcheck(loss, (logits,)), True, label)
+    (first,) = torch.autograd.grad(loss(logits).sum(), logits, create_graph=True)
     with raises(ArgumentError, "has no gradient"):
         first.sum().backward()
 
@@ -269,8 +269,8 @@ def test_registration(comm: Any) -> None:
                 rest = (label.to(comm.device), 0, IGNORE, return_softmax, True)
                 well_registered(registered, (x, *rest))
             loss, _, *saved = registered(x, *rest)
-            given = (torch.ones_like(loss), x.detach(), *saved)
-            well_registered(backward, given)
+            args = (torch.ones_like(loss), x.detach(), *saved)
+            well_registered(backward, args)
 
 
 @st.composite
@@ -289,8 +289,8 @@ def batch(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
 def test_any_batches(comm: Any, batches: list[tuple[list[int], list[list[int]], int]]) -> None:
     for sizes, rows, ignore_index in batches:
         label = torch.tensor(rows)
-        whole = drawn((len(rows), sum(sizes)), torch.float64)
-        agrees(comm, whole, label, sizes, label.shape[1], ignore_index=ignore_index)
+        logits = drawn((len(rows), sum(sizes)), torch.float64)
+        agrees(comm, logits, label, sizes, label.shape[1], ignore_index=ignore_index)
 
 
 # -- on GPUs -------------------------------------------------------------------------------------
@@ -308,9 +308,9 @@ def test_captured(comm: Any) -> None:
             loss, softmax = loss_of(x, label, return_softmax=True)
             (grad,) = torch.autograd.grad(loss.sum(), x)
         for seed in range(3):
-            whole = drawn((5, 262), dtype, seed)
+            logits = drawn((5, 262), dtype, seed)
             with torch.no_grad():
-                x.copy_(whole[:, own(sizes, comm.rank)])
+                x.copy_(logits[:, own(sizes, comm.rank)])
             label.copy_(labels((5,), 262, torch.int64, seed))
             graph.replay()
             leaf = x.detach().clone().requires_grad_()
@@ -361,8 +361,8 @@ def test_another_current_device(comm: Any) -> None:
 def test_bad_labels(comm: Any) -> None:
     """A bad label is the same error on every rank, with row, label and range; the ring goes on."""
     size = comm.size
-    whole = drawn((6, 4 * size), torch.float32)
-    x = whole[:, own([4] * size, comm.rank)].to(comm.device)
+    logits = drawn((6, 4 * size), torch.float32)
+    x = logits[:, own([4] * size, comm.rank)].to(comm.device)
     good = labels((6,), 4 * size, torch.int64).to(comm.device)
     total = 4 * size
     graph = compile_whole(loss_of)
@@ -386,7 +386,7 @@ def test_bad_labels(comm: Any) -> None:
         soft[:, 1] = comm.rank
         with raises(ArgumentError, "row 0", f"[{int(good[0])}, 0] on ranks [0]"):
             call(x, soft)
-    want = cross_entropy(wide(whole).astype("f8"), wide(good)[:, None], IGNORE)
+    want = cross_entropy(wide(logits).astype("f8"), wide(good)[:, None], IGNORE)
     near_dtype(loss_of(x, good), want[0], torch.float32, "after refusals")
 
 
@@ -475,9 +475,9 @@ def test_a_ring_in_another_order(comm: Any) -> None:
     if ring is None:
         return
     sizes = [4, 2]
-    whole, label = drawn((5, 6), torch.float64), labels((5,), 6, torch.int64)
-    loss = loss_of(whole[:, own(sizes, ring.rank)], label, 60)
-    want = cross_entropy(wide(whole), wide(label)[:, None], IGNORE)
+    logits, label = drawn((5, 6), torch.float64), labels((5,), 6, torch.int64)
+    loss = loss_of(logits[:, own(sizes, ring.rank)], label, 60)
+    want = cross_entropy(wide(logits), wide(label)[:, None], IGNORE)
     near_dtype(loss, want[0], torch.float64, "loss")
     assert_equal(bits(ops.all_gather(loss, 60)).reshape(2, -1).tolist(),
          np.tile(bits(loss).reshape(-1), (2, 1)).tolist(), "bits of all ranks")  # fmt: skip

@@ -111,10 +111,10 @@ def test_reductions_have_several_names(ring: Any) -> None:
         form for name, op in REDUCTIONS.items() for form in ((name, name.upper()), (name, op))
     ]
     for name, form in [*forms, ("sum", "Sum"), ("max", dist.ReduceOp(dist.ReduceOp.MAX))]:
-        for call, given in ((ops.all_reduce, x), (ops.reduce, x), (ops.reduce_scatter, wide)):
-            expected = call(given, op=name)
+        for call, tensor in ((ops.all_reduce, x), (ops.reduce, x), (ops.reduce_scatter, wide)):
+            expected = call(tensor, op=name)
             assert_equal(
-                call(given, op=form).tolist(), expected.tolist(), f"{call.__name__} {form}"
+                call(tensor, op=form).tolist(), expected.tolist(), f"{call.__name__} {form}"
             )
     scaled = ops.all_reduce(x, op="premul_sum", factor=0.5)
     for form in ("PREMUL_SUM", dist.ReduceOp.PREMUL_SUM):
@@ -124,11 +124,11 @@ def test_reductions_have_several_names(ring: Any) -> None:
                 call(x, op=form)
     scaling: Any = torch.distributed._make_nccl_premul_sum(0.5)
     scaled_calls: Any = (ops.all_reduce, ring.all_reduce, ring.reduce_scatter)
-    how: Any
+    kwargs: Any
     for call in scaled_calls:
-        for how in ({}, {"factor": 2.0}):
+        for kwargs in ({}, {"factor": 2.0}):
             with raises(ArgumentError, "on ring 0", "PREMUL_SUM", "factor="):
-                call(x, op=scaling, **how)
+                call(x, op=scaling, **kwargs)
     for form in ("mean", "MEAN", 3, ["sum"]):
         with raises(ArgumentError, "explain on ring 0", "expected one of", "sum"):
             ring.explain(64, x.dtype, form)
@@ -181,14 +181,14 @@ def test_the_only_tensor_of_a_ring_is_its_input(ring: Any) -> None:
     for root in (0, 1):
         calls += [(name, x, {"root": root}) for name in ("broadcast", "reduce", "gather")]
         calls.append(("scatter", even, {"root": root}))
-    for name, given, how in calls:
-        expected = getattr(ops, name)(given, **how)
-        result = getattr(ring, name)(given, **how)
-        assert_equal(result.shape, expected.shape, f"{name} {how}: shape")
-        assert_bits_equal(result, expected, f"{name} {how}")
-        work = getattr(ring, name)(given, **how, use_calc_stream=False, sync_op=False)
+    for name, tensor, kwargs in calls:
+        expected = getattr(ops, name)(tensor, **kwargs)
+        result = getattr(ring, name)(tensor, **kwargs)
+        assert_equal(result.shape, expected.shape, f"{name} {kwargs}: shape")
+        assert_bits_equal(result, expected, f"{name} {kwargs}")
+        work = getattr(ring, name)(tensor, **kwargs, use_calc_stream=False, sync_op=False)
         work.wait()
-        assert_bits_equal(work.result, expected, f"{name} {how}: result of the Work")
+        assert_bits_equal(work.result, expected, f"{name} {kwargs}: result of the Work")
     assert_bits_equal(x, before, "the input afterwards")
 
 
@@ -196,9 +196,9 @@ def test_the_only_tensor_of_a_ring_is_its_input(ring: Any) -> None:
 def test_none_is_no_input(ring: Any) -> None:
     x: Any = sample_of(ring)
     for name in ("all_to_all", "reduce", "gather"):
-        how = {} if name == "all_to_all" else {"root": 0}
+        kwargs = {} if name == "all_to_all" else {"root": 0}
         with raises(ArgumentError, f"{name} on ring 0", "x is NoneType", "torch.Tensor"):
-            getattr(ring, name)(x, None, **how)
+            getattr(ring, name)(x, None, **kwargs)
     for name in ("broadcast", "reduce", "gather", "scatter"):
         with raises(PeerError, f"{name} on ring 0", "root=2"):
             getattr(ring, name)(x, root=2)

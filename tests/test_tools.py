@@ -49,16 +49,16 @@ def test_doctor_says_what_is_wrong_first() -> None:
 def test_doctor_as_json() -> None:
     code, out, err = run(*CLI, "doctor", "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["complaints"] == []
-    features = {row["name"].split()[0]: (row["here"], row["why not"]) for row in found["features"]}
+    report = json.loads(out)
+    assert report["complaints"] == []
+    features = {row["name"].split()[0]: (row["here"], row["why not"]) for row in report["features"]}
     assert features["gloo"] == ("yes", "")
     if not torch.cuda.is_available():
         assert features["nccl"] == features["push"] == ("no", "no GPU that torch can use")
-    assert {row["name"] for row in found["flags"]} == {row["name"] for row in flags.rows()}
-    assert {"name": "commlib", "version": commlib.__version__} in found["versions"]
-    assert {"name": "cores", "value": str(os.cpu_count())} in found["machine"]
-    assert [row["name"] for row in found["machine"]] == ["system", "CPU", "cores"]
+    assert {row["name"] for row in report["flags"]} == {row["name"] for row in flags.rows()}
+    assert {"name": "commlib", "version": commlib.__version__} in report["versions"]
+    assert {"name": "cores", "value": str(os.cpu_count())} in report["machine"]
+    assert [row["name"] for row in report["machine"]] == ["system", "CPU", "cores"]
 
 
 def test_help_of_bench_names_every_benchmark() -> None:

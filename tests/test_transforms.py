@@ -61,11 +61,9 @@ def test_vmap(comm: Any) -> None:
     for name in (*DIFFERENTIABLE, "gather", "reduce", "scatter"):
         call = UNARY[name]
         want = torch.stack([call(x) for x in stack])
-        for place in (0, 1, 2):
-            moved, before = stack.movedim(0, place), calls(comm)
-            assert_bits_equal(
-                torch.vmap(call, in_dims=place)(moved), want, f"{name}, batch at {place}"
-            )
+        for dim in (0, 1, 2):
+            moved, before = stack.movedim(0, dim), calls(comm)
+            assert_bits_equal(torch.vmap(call, in_dims=dim)(moved), want, f"{name}, batch at {dim}")
             assert_equal(calls(comm) - before <= 1, True, f"{name}: calls for a batch")
     for name in DIFFERENTIABLE:
         call = UNARY[name]
@@ -73,8 +71,8 @@ def test_vmap(comm: Any) -> None:
         torch.stack([(call(x) ** 2).sum() for x in leaf]).sum().backward()
         single = torch.func.grad(lambda t: (call(t) ** 2).sum())  # noqa: B023
         assert_bits_equal(torch.vmap(single)(stack), leaf.grad, f"vmap of grad of {name}")
-        whole = torch.func.grad(lambda t: (torch.vmap(call)(t) ** 2).sum())  # noqa: B023
-        assert_bits_equal(whole(stack), leaf.grad, f"grad of vmap of {name}")
+        grad_fn = torch.func.grad(lambda t: (torch.vmap(call)(t) ** 2).sum())  # noqa: B023
+        assert_bits_equal(grad_fn(stack), leaf.grad, f"grad of vmap of {name}")
 
 
 @runs_on("ranks")

@@ -32,19 +32,19 @@ def test_all_gather_v(ring: Any) -> None:
 
 @runs_on("ranks")
 def test_reduce_scatter_v(ring: Any) -> None:
-    given = [
+    inputs = [
         [sample(r, shape, torch.float32).to(ring.device) for shape in SIZES[: ring.size]]
         for r in range(ring.size)
     ]
     formulas: dict[str, Any] = {"sum": lambda a, b: a + b, "max": np.maximum}
     for op, formula in formulas.items():
         out = torch.empty(SIZES[ring.rank], device=ring.device)
-        assert_equal(ring.reduce_scatter_v(out, given[ring.rank], op=op) is out, True, "result")
-        expected = formula(wide(given[0][ring.rank]), wide(given[1][ring.rank]))
+        assert_equal(ring.reduce_scatter_v(out, inputs[ring.rank], op=op) is out, True, "result")
+        expected = formula(wide(inputs[0][ring.rank]), wide(inputs[1][ring.rank]))
         assert_bits_equal(out.cpu(), rounded(expected, torch.float32), op)
         out = torch.empty_like(out)
         options = {"op": op, "use_calc_stream": False, "sync_op": False}
-        work = ring.reduce_scatter_v(out, given[ring.rank], **options)
+        work = ring.reduce_scatter_v(out, inputs[ring.rank], **options)
         assert_equal((work.wait() is out, work.result is out), (True, True), "result of a Work")
         assert_bits_equal(out.cpu(), rounded(expected, torch.float32), f"{op}, later")
 

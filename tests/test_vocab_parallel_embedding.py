@@ -17,9 +17,9 @@ ROWS, DIM = 6, 3
 def rows_of_shard(ids: Array, table: Array, start: int) -> Array:
     """Out[..., :] = W[id - start] where start <= id < start + rows, else 0."""
     inside = (ids >= start) & (ids < start + ROWS)
-    found = table[np.where(inside, ids, start)]
-    found[~inside] = 0
-    return found
+    rows = table[np.where(inside, ids, start)]
+    rows[~inside] = 0
+    return rows
 
 
 def ids_on(comm: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -33,16 +33,18 @@ def test_values(comm: Any) -> None:
     """The own rows' bits, for ids of any shape; the sum over the ranks is the whole lookup."""
     start = comm.rank * ROWS
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        whole = sample(0, (ROWS * comm.size, DIM), dtype)
-        shard = whole[start : start + ROWS].to(comm.device)
+        table = sample(0, (ROWS * comm.size, DIM), dtype)
+        shard = table[start : start + ROWS].to(comm.device)
         for kind in (torch.int32, torch.int64):
             for shape in ((4, 7), (1,), (), (0,), (0, 2)):
                 ids = ids_on(comm, kind, shape)
-                want = from_bits(rows_of_shard(ids.cpu().numpy(), bits(whole), start), dtype)
-                given = ops.vocab_parallel_embedding(ids, shard, start)
-                assert_bits_equal(given, want, f"{dtype} {kind} {shape}")
-                complete = from_bits(bits(whole)[ids.cpu().numpy()], dtype)
-                assert_bits_equal(ops.all_reduce(given), complete, f"sum of {dtype} {kind} {shape}")
+                want = from_bits(rows_of_shard(ids.cpu().numpy(), bits(table), start), dtype)
+                actual = ops.vocab_parallel_embedding(ids, shard, start)
+                assert_bits_equal(actual, want, f"{dtype} {kind} {shape}")
+                complete = from_bits(bits(table)[ids.cpu().numpy()], dtype)
+                assert_bits_equal(
+                    ops.all_reduce(actual), complete, f"sum of {dtype} {kind} {shape}"
+                )
 
 
 @runs_on("ranks")

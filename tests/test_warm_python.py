@@ -25,13 +25,13 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_it_ends_as_a_fresh_one(what: str) -> None:
-    fresh, warm, whole = (
-        run("-c", PROGRAMS[what], "a", "b c", ANSWER="42", **how)
-        for how in ({"fresh": True}, {}, WHOLE_EXIT)
+    fresh, warm, full = (
+        run("-c", PROGRAMS[what], "a", "b c", ANSWER="42", **kwargs)
+        for kwargs in ({"fresh": True}, {}, WHOLE_EXIT)
     )
-    assert warm[:2] == whole[:2] == fresh[:2]
+    assert warm[:2] == full[:2] == fresh[:2]
     (*_, last) = fresh[2].splitlines() or [""]
-    assert [text.splitlines()[-1:] or [""] for text in (warm[2], whole[2])] == [[last], [last]]
+    assert [text.splitlines()[-1:] or [""] for text in (warm[2], full[2])] == [[last], [last]]
 
 
 def test_files_and_modules(tmp_path: Path) -> None:

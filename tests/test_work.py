@@ -200,12 +200,12 @@ def _interrupt(*_: object) -> None:
 
 def interrupted(comm: Any) -> None:
     """A wait that a signal ends is not a result: the next wait() waits again and gets it."""
-    x, whole = torch.full((4, 3), comm.rank + 1.0), {"sum": 3.0, "avg": 1.5}
+    x, expected = torch.full((4, 3), comm.rank + 1.0), {"sum": 3.0, "avg": 1.5}
     peer = 1 - comm.rank
     starts: dict[str, tuple[Callable[[], commlib.Work], float]] = {
         **{
             op: (lambda op=op: ops.all_reduce(x, op=op, **ASYNC), want)
-            for op, want in whole.items()
+            for op, want in expected.items()
         },
         "strided": (lambda: comm.all_reduce(torch.zeros(3, 4).t(), x, op="avg", **ASYNC), 1.5),
         "recv": (lambda: comm.recv(torch.zeros(4, 3), peer=peer, **ASYNC), peer + 1.0),

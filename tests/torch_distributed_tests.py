@@ -111,27 +111,27 @@ def outcomes_of(seat: str, ranks: int, only: tuple[str, ...]) -> dict[str, Outco
     words = [word for one in only for word in ("--only", one)]
     command = [sys.executable, "-m", "tests.torch_distributed_tests", "one", *words]
     command += ["--rings"] if SEATS[seat] else []
-    found: dict[str, Outcome] = {}
-    given: Any = {"env": environment(SEATS[seat], ranks), "stdout": subprocess.PIPE, "text": True}
+    outcomes: dict[str, Outcome] = {}
+    kwargs: Any = {"env": environment(SEATS[seat], ranks), "stdout": subprocess.PIPE, "text": True}
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stderr=errors, **given)
+        process = subprocess.Popen(command, stderr=errors, **kwargs)
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith('{"name"'):  # what a test prints
                 continue
             one = Outcome(**json.loads(line))
-            found[one.name] = one
+            outcomes[one.name] = one
             last = one.text.strip().splitlines()[-1:] or [""]
             click.echo(f"{seat:10} {one.kind:8} {one.name} {last[0][:150]}")
         if process.wait():
             errors.seek(0)
             raise click.ClickException(f"the run with {seat} failed:\n{errors.read()[-2000:]}")
-    return found
+    return outcomes
 
 
 def refusal(outcome: Outcome) -> str | None:
     """Return what commlib refuses in a failed test; None if that is not known."""
-    return next((what for words, what in REFUSALS.items() if words in outcome.text), None)
+    return next((reason for words, reason in REFUSALS.items() if words in outcome.text), None)
 
 
 def row_of(outcome: Outcome, stock: Outcome | None) -> str:
@@ -140,8 +140,8 @@ def row_of(outcome: Outcome, stock: Outcome | None) -> str:
         return outcome.kind
     if stock is not None and stock.kind == "failed":
         return "failed with stock gloo too"
-    what = refusal(outcome)
-    return f"refused: {what}" if what else "failed"
+    reason = refusal(outcome)
+    return f"refused: {reason}" if reason else "failed"
 
 
 def table(found: dict[str, dict[str, Outcome]]) -> str:
@@ -174,13 +174,13 @@ def main(
     """Run all tests with each backend, and print the table of docs/torch_distributed.md."""
     if context.invoked_subcommand is not None:
         return
-    found = {}
+    outcomes = {}
     for one in seat:
-        found[one] = outcomes_of(one, ranks, only)
+        outcomes[one] = outcomes_of(one, ranks, only)
         if out is not None:
-            rows = {name: [asdict(each) for each in x.values()] for name, x in found.items()}
+            rows = {name: [asdict(each) for each in x.values()] for name, x in outcomes.items()}
             out.write_text(json.dumps(rows, indent=1))
-    click.echo(f"torch {torch.__version__}, {ranks} CPU ranks, {date.today()}\n\n{table(found)}")
+    click.echo(f"torch {torch.__version__}, {ranks} CPU ranks, {date.today()}\n\n{table(outcomes)}")
 
 
 @main.command("one")

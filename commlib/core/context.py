@@ -82,8 +82,8 @@ class CommContext(Collectives, Split, Bridge):
         check = 0 if meeting is None else level()
         self._compares = check == 2  # every call, before its launch
         self._call_log = log = CallLog() if check else None
-        place = self.ring_id, self.rank, self.ranks, self.timeout
-        reports = None if log is None else CallReports(*place, log)
+        args = self.ring_id, self.rank, self.ranks, self.timeout
+        reports = None if log is None else CallReports(*args, log)
         self._health = RingHealth(identity, reports)
         self._hosts = HostExchange(identity, meeting, self._health)
         self._health.find_dead = self._hosts.dead

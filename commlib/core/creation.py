@@ -190,8 +190,8 @@ class Creation:
         if len(self.members) == 1:
             return CommContext(self.source, identity, engine, None)
         kind = f"{engine.name} ({self.device.type}), {flags.CHECK}={level()}"
-        kept = self.store is None
-        with calls.borrowed(self._key, self._home, self.world.rank, kept=kept) as call:
+        persistent = self.store is None
+        with calls.borrowed(self._key, self._home, self.world.rank, kept=persistent) as call:
             meeting = call.meet(self.ring_id, self.members, self.deadline, kind, self.remedy.create)
             build = partial(CommContext, self.source, identity, engine, meeting)
             return self._set_up(build, meeting)

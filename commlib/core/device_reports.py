@@ -135,8 +135,8 @@ class Record:
     def note(self, found: Tensor) -> None:
         """Keep a report on the device; a captured call does it at each replay."""
         number = self._state[:1] + found[:1]
-        kept = torch.where(found[:1] > 0, found[1:], self._state[1:-1])
-        self._state.copy_(torch.cat([number, kept, number]))
+        payload = torch.where(found[:1] > 0, found[1:], self._state[1:-1])
+        self._state.copy_(torch.cat([number, payload, number]))
         self.copy.copy_(self._state, non_blocking=True)
 
     def read(self) -> list[int] | None:

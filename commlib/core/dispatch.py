@@ -77,9 +77,9 @@ def dispatch(ring: Ring, call: Call[Result], mode: StreamMode) -> Result | Work:
     try:
         if (observers or ring._orders or not call.plain) and _prepare(ring, call):
             return _observed(ring, call, partial(dispatch, ring, call, mode))
-        out, x, place, order = call.out, call.x, call.place, call.order
-        dense = call.plain and (out is not x or place == 0)
-        if (dense or as_they_are(out, x, place)) and launched(
+        out, x, offset, order = call.out, call.x, call.place, call.order
+        dense = call.plain and (out is not x or offset == 0)
+        if (dense or as_they_are(out, x, offset)) and launched(
             ring,
             mode,
             call.collective,

@@ -95,8 +95,8 @@ class Group:
                     f"same time; pass another tensor, or make this call after the group"
                 )
         for role, tensor in tensors:
-            what = f"{role} of call {len(self.calls) + 1} ({call.collective})"
-            self._uses.add(tensor, writes=role == "out", what=what)
+            label = f"{role} of call {len(self.calls) + 1} ({call.collective})"
+            self._uses.add(tensor, writes=role == "out", what=label)
 
     def _seen(self, again: Callable[[], Any]) -> Iterator[Seen]:
         """Yield the calls as observers see them; the first one makes all of them again."""

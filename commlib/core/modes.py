@@ -39,8 +39,8 @@ def check_untraced(ring: Ring, collective: str, *tensors: torch.Tensor | None) -
     if symbolic is None and not watched():
         return
     modes = _foreign()
-    where = type(modes[-1]).__name__ if modes else "torch.jit.trace" if is_tracing() else None
-    under = f"under {where}" if where else f"with a symbolic {type(symbolic).__name__}"
+    mode_name = type(modes[-1]).__name__ if modes else "torch.jit.trace" if is_tracing() else None
+    under = f"under {mode_name}" if mode_name else f"with a symbolic {type(symbolic).__name__}"
     op = f"commlib.ops.{_OPS.get(collective, collective)}"
     raise ArgumentError(
         f"{ring._describe(collective)}: a ring's own collective writes to out without a torch "

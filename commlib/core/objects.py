@@ -28,8 +28,8 @@ def encode(ring: Ring, collective: str, obj: object, *, pickle: bool) -> bytes:
         if not pickle:
             _load(ring, buffer, pickle=False)
     except Exception as error:  # pickle passes on whatever the object's own methods raise
-        what = f"an object of type {type(obj).__name__} can't be carried"
-        raise _refused(ring, collective, what, buffer, error) from error
+        problem = f"an object of type {type(obj).__name__} can't be carried"
+        raise _refused(ring, collective, problem, buffer, error) from error
     return buffer.getvalue()
 
 

@@ -71,8 +71,8 @@ inside = _Inside()
 
 def looking_on() -> tuple[Observer, ...]:
     """Return the observers of what this thread does; a backward's threads have their caller's."""
-    here = (*_get_current_dispatch_mode_stack(), *inside.observers)
-    return tuple(observer for observer in observers if any(observer is mode for mode in here))
+    active = (*_get_current_dispatch_mode_stack(), *inside.observers)
+    return tuple(observer for observer in observers if any(observer is mode for mode in active))
 
 
 def captured() -> bool:
@@ -115,10 +115,10 @@ def unwatched() -> Iterator[None]:
 @contextmanager
 def watched(calls: Iterable[Seen]) -> Iterator[None]:
     """Notify all observers of calls. Calls made by an observer are not observed."""
-    here = looking_on()
+    active = looking_on()
     with unwatched():
         for seen in calls:
-            for observer in here:
+            for observer in active:
                 observer.before(seen)
         yield
 

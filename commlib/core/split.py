@@ -49,13 +49,13 @@ class Split(Ring):
             RingError: The ring has failed or is closed, or another ring has the name.
         """
         wait = self.timeout if timeout is None else Deadline(timeout).seconds
-        own = [_NONE if color is None else _checked(self, "color", color, 0)]
-        own.append(_checked(self, "key", key, -(2**63)))
-        rows = self._hosts.exchange([*own, numbers.draw()], "split")
+        request = [_NONE if color is None else _checked(self, "color", color, 0)]
+        request.append(_checked(self, "key", key, -(2**63)))
+        rows = self._hosts.exchange([*request, numbers.draw()], "split")
         places: dict[int, list[tuple[int, int]]] = {}
-        for position, (given, order, _) in enumerate(rows):
-            if given != _NONE:
-                places.setdefault(given, []).append((order, position))
+        for position, (row_color, order, _) in enumerate(rows):
+            if row_color != _NONE:
+                places.setdefault(row_color, []).append((order, position))
         groups = [places[one] for one in sorted(places)]
         return self._form(groups, [drawn for _, _, drawn in rows], wait, name)
 
@@ -101,7 +101,7 @@ class Split(Ring):
             ids = [ring_id(drawn[at], self.ranks[at], size) for at in firsts]
             free = not any(source.has(one) or one in source._creating for one in ids)
             rows = self._hosts.exchange([free, numbers.draw()], "split", "ids")
-            if all(there for there, _ in rows):
+            if all(is_free for is_free, _ in rows):
                 return ids
             drawn = [number for _, number in rows]
 

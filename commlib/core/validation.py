@@ -54,12 +54,12 @@ def check_readable(ring: Ring, collective: str, role: str, tensor: torch.Tensor)
     """Refuse a tensor whose values neither an engine nor a registered op can read."""
     if has_memory(tensor):
         return
-    found = fault(tensor, role)
-    if found is not None:
-        what, remedy = found
+    details = fault(tensor, role)
+    if details is not None:
+        problem, remedy = details
         kind = DeviceError if tensor.layout is torch.strided else LayoutError
         raise kind(
-            f"{ring._describe(collective)}: {role} {what}; expected a torch.Tensor with "
+            f"{ring._describe(collective)}: {role} {problem}; expected a torch.Tensor with "
             f"torch.strided memory; {remedy}"
         )
 
@@ -67,11 +67,11 @@ def check_readable(ring: Ring, collective: str, role: str, tensor: torch.Tensor)
 def check_out(ring: Ring, collective: str, out: torch.Tensor, *, may_overlap: bool = False) -> None:
     """Refuse an output that can't be written: overlapping itself, or tracked by autograd."""
     check_tensor(ring, collective, "out", out)
-    found = None if has_memory(out) else output_fault(out)
-    if found is not None:
-        what, remedy = found
+    details = None if has_memory(out) else output_fault(out)
+    if details is not None:
+        problem, remedy = details
         raise ArgumentError(
-            f"{ring._describe(collective)}: out {what}, and can't be written; {remedy}"
+            f"{ring._describe(collective)}: out {problem}, and can't be written; {remedy}"
         )
     if not may_overlap and not out.is_contiguous() and overlaps_itself(out):
         raise ArgumentError(
@@ -168,19 +168,19 @@ def engine_tag(ring: Ring, collective: str, tag: int) -> int:
 
 def split_rows(ring: Ring, collective: str, role: str, splits: Iterable[int]) -> list[int]:
     """Return the rows for each peer; refuse anything but a whole number >= 0 per rank."""
-    given = None
+    rows = None
     try:
         splits = list(splits)
-        given = [index(count) for count in splits]
+        rows = [index(count) for count in splits]
     except TypeError:  # not a sequence, or not of whole numbers
         pass
-    if given is None or len(given) != ring.size or min(given) < 0 or sum(given) > sys.maxsize:
-        what = f"{len(splits)} values" if isinstance(splits, list) else type(splits).__name__
+    if rows is None or len(rows) != ring.size or min(rows) < 0 or sum(rows) > sys.maxsize:
+        actual = f"{len(splits)} values" if isinstance(splits, list) else type(splits).__name__
         raise ShapeError(
-            f"{ring._describe(collective)}: {role}={splits!r:.80} ({what}); expected a list of "
+            f"{ring._describe(collective)}: {role}={splits!r:.80} ({actual}); expected a list of "
             f"{ring.size} whole numbers >= 0, the rows for each rank; pass ints"
         )
-    return given
+    return rows
 
 
 def counts(
@@ -195,15 +195,15 @@ def counts(
                 f"divide by the ring's size {ring.size}; pad it, or pass in_splits= and out_splits="
             )
         return [tensor.numel() // ring.size] * ring.size
-    given = split_rows(ring, collective, role, splits)
-    if sum(given) != rows:
+    peer_rows = split_rows(ring, collective, role, splits)
+    if sum(peer_rows) != rows:
         raise ShapeError(
-            f"{ring._describe(collective)}: {role}={given}; expected counts that add up to the "
-            f"{rows} rows of shape {tuple(tensor.shape)}; they add up to {sum(given)}; pass "
+            f"{ring._describe(collective)}: {role}={peer_rows}; expected counts that add up to the "
+            f"{rows} rows of shape {tuple(tensor.shape)}; they add up to {sum(peer_rows)}; pass "
             f"as many rows as they name"
         )
     row = tensor.numel() // rows if rows else 0
-    return [count * row for count in given]
+    return [count * row for count in peer_rows]
 
 
 def check_blocks(ring: Ring, max_blocks: int) -> int:

@@ -35,8 +35,8 @@ def dispatch_within(
     if not mode.sync_op and mode.use_calc_stream:
         raise ArgumentError(async_unsupported(ring, call.collective))
     if ring._fences is None:
-        own = mode._replace(use_calc_stream=False, sync_op=False, seconds=limit.seconds)
-        work: Any = dispatch(ring, call, own)
+        async_mode = mode._replace(use_calc_stream=False, sync_op=False, seconds=limit.seconds)
+        work: Any = dispatch(ring, call, async_mode)
         work._limit = limit
         return wait_if_sync(ring, call.collective, work, mode.sync_op)
     done = dispatch(ring, call, mode)

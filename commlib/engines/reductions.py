@@ -60,8 +60,8 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
                 f"the {reducer.name} engine has no bitwise reduction on this device; call "
                 f"all_gather and combine the parts with torch.bitwise_{op.removeprefix('b')}"
             )
-        whole = not (dtype.is_floating_point or dtype.is_complex)
-        return None if whole else "bitwise reductions take integers and booleans"
+        integral = not (dtype.is_floating_point or dtype.is_complex)
+        return None if integral else "bitwise reductions take integers and booleans"
     if op == "premul_sum":
         floats = "premul_sum takes floating-point tensors; multiply first and use op='sum'"
         return None if dtype in _FLOATS else floats
@@ -78,13 +78,13 @@ def _refusal(dtype: torch.dtype, op: str, reducer: Reducer) -> str | None:
 
 def unknown(op: Any) -> str:
     """Return why ``op`` is not a reduction."""
-    known = ", ".join(OPS + BITWISE)
+    valid = ", ".join(OPS + BITWISE)
     if is_torch_reduction(op):
         op = f"{getattr(op, 'op', op)} of torch.distributed"
-        return f"op is {op}; expected one of {known}; pass op='premul_sum', factor=... for its like"
+        return f"op is {op}; expected one of {valid}; pass op='premul_sum', factor=... for its like"
     name = op.lower() if isinstance(op, str) else ""
     near = [*get_close_matches(_OTHER_NAMES.get(name, name), OPS + BITWISE, 1), "sum"][0]
-    return f"op={op!r:.80} is not a reduction; expected one of {known}; pass op={near!r}"
+    return f"op={op!r:.80} is not a reduction; expected one of {valid}; pass op={near!r}"
 
 
 def resolve_reduction(
@@ -144,5 +144,5 @@ def refusals(reducer: Reducer) -> dict[tuple[torch.dtype, str], str]:
     """Return every refused (dtype, op) of an engine with its reason."""
     dtypes = (*_FLOATS, *_INTEGERS, *UNSIGNED, *_COMPLEX, torch.bool, torch.int16, torch.uint16)
     small = (torch.float8_e4m3fn, torch.float8_e5m2)
-    found = {(d, op): _refusal(d, op, reducer) for d in dtypes + small for op in OPS}
-    return {key: reason for key, reason in found.items() if reason}
+    reasons = {(d, op): _refusal(d, op, reducer) for d in dtypes + small for op in OPS}
+    return {key: reason for key, reason in reasons.items() if reason}

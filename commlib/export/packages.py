@@ -137,10 +137,10 @@ class _Loader:
 
 
 def _run(inputs: Tensors, package: int) -> Tensors:
-    found = _loaded.get(package)
-    if found is None:
+    runner = _loaded.get(package)
+    if runner is None:
         raise ArgumentError("this AOTInductor package was freed; keep the loaded model")
-    return found.run_unwatched(list(inputs))
+    return runner.run_unwatched(list(inputs))
 
 
 def _fake(inputs: Tensors, package: int) -> NoReturn:

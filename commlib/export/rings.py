@@ -92,8 +92,8 @@ def _ring_ids(program: torch.nn.Module) -> Iterator[int]:
 def _ring_id(node: Any) -> Iterator[int]:
     """Yield the ring of a node that calls a registered op, alone or with its effect token."""
     values = (node.target, *node.args)
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if getattr(value, "namespace", "") == "commlib":
             names = [argument.name for argument in value._schema.arguments]
             if "ring_id" in names:
-                yield values[place + 1 + names.index("ring_id")]
+                yield values[index + 1 + names.index("ring_id")]

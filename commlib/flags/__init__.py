@@ -235,15 +235,15 @@ def unknown() -> list[tuple[str, str | None]]:
         Pairs of a name and the flag with a similar name. The flag is None if only the prefix
         matches: the variable may belong to another library, such as Paddle.
     """
-    found: list[tuple[str, str | None]] = []
+    pairs: list[tuple[str, str | None]] = []
     names = {flag.upper(): flag for flag in FLAGS}
     for name in sorted(os.environ):
         if name in FLAGS or not name.upper().startswith("FLAGS_"):
             continue
         close = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.85)
         if close or name.startswith(PREFIXES):
-            found.append((name, names[close[0]] if close else None))
-    return found
+            pairs.append((name, names[close[0]] if close else None))
+    return pairs
 
 
 def unknown_text(name: str, flag: str | None) -> str:

@@ -72,28 +72,28 @@ class CallKeys:
                 leaves = flat.visible
         weights = self.around.weights
         try:
-            own = self.around.key(leaves)
+            call_key = self.around.key(leaves)
             if self._given and leaves:
                 for part in self._parts(leaves):
-                    own, weights = (*own, *part.key(())), [*weights, *part.weights]
+                    call_key, weights = (*call_key, *part.key(())), [*weights, *part.weights]
         except Exception as error:
             raise look_error(error) from error
         if weights and torch.is_grad_enabled():
-            own = (*own, bytes([x.requires_grad for x in weights]))  # fast to hash
+            call_key = (*call_key, bytes([x.requires_grad for x in weights]))  # fast to hash
         if self._key is not None:
-            own = (*own, value(self._key(*args, **kwargs)))
+            call_key = (*call_key, value(self._key(*args, **kwargs)))
         if flat is not None:
-            call = arguments(args, kwargs, flat, own, self.closed)
+            call = arguments(args, kwargs, flat, call_key, self.closed)
         else:
-            key, call = modes() + own, self._empty_call
+            key, call = modes() + call_key, self._empty_call
             if key != call.key:
                 call = self._empty_call = without_arguments(key)
         return self.grads.extend(call) if self.grads.leaves else call
 
     def _parts(self, leaves: Iterable[Any]) -> list[Surroundings]:
         """Return what is around the functions and modules among the arguments of a call."""
-        found = (self._given.get(_identity(x)) for x in leaves if isinstance(x, _SURROUNDED))
-        return [each for each in found if each is not None]
+        parts = (self._given.get(_identity(x)) for x in leaves if isinstance(x, _SURROUNDED))
+        return [each for each in parts if each is not None]
 
     def find(self, leaves: Sequence[Any]) -> Reach:
         """Look for what is around the function; ``leaves``: the arguments of a call."""
@@ -120,10 +120,10 @@ class CallKeys:
 
     def places(self, call: Arguments, uses: Callable[[int], bool]) -> Places:
         """Return where tensors are now; ``uses``: returns True for memory that counts."""
-        found = self.around.places(call.tensors, uses)
+        addrs = self.around.places(call.tensors, uses)
         if not self._given:
-            return found
-        return AllPlaces([found, *(x.places(call.tensors, uses) for x in self._parts(call.leaves))])
+            return addrs
+        return AllPlaces([addrs, *(x.places(call.tensors, uses) for x in self._parts(call.leaves))])
 
     def before_call(self, call: Arguments, opened: Contents) -> Callable[[], None]:
         """Look at what is around a call.
@@ -138,14 +138,14 @@ class CallKeys:
         objects = [*call.leaves, *(x for x, _ in opened)]
         looks = [(self.around, objects), *((x, ()) for x in self._parts(call.leaves))]
         try:
-            before = [x.all_facts(given, look_again=False) for x, given in looks]
+            before = [x.all_facts(contents, look_again=False) for x, contents in looks]
         except Exception as error:
             raise look_error(error) from error
 
         def after_call() -> None:
             try:
-                for (x, given), known in zip(looks, before, strict=True):
-                    x.after_call(given, known)
+                for (x, contents), facts in zip(looks, before, strict=True):
+                    x.after_call(contents, facts)
             except Exception as error:
                 raise look_error(error) from error
             self.closed |= set(changed(opened))

@@ -142,9 +142,9 @@ class CapturedFunction(Generic[P, R]):
 
     def _is_eager(self, call: Arguments) -> bool:
         """Return True for a call without a graph that does not get one."""
-        known = call.key in self.eager
-        if known or max(len(self.entries), len(self.eager)) < self.options.max_graphs:
-            return known
+        is_eager = call.key in self.eager
+        if is_eager or max(len(self.entries), len(self.eager)) < self.options.max_graphs:
+            return is_eager
         self._kinds.note_full(self.entries, call, self._keys.around, self.options.max_graphs)
         return True
 
@@ -179,8 +179,8 @@ class CapturedFunction(Generic[P, R]):
 
     def _agree_on(self, key: Any, ring_id: int) -> None:
         """Compare keys with the other ranks; where one has no graph, all capture."""
-        known = key in self.entries or key in self.eager
-        if not same_key(CommContextManager.instance().get(ring_id), key, known) and known:
+        cached = key in self.entries or key in self.eager
+        if not same_key(CommContextManager.instance().get(ring_id), key, cached) and cached:
             self.eager.pop(key, None)
             self.entries.drop(key)
 

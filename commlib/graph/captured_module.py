@@ -26,8 +26,8 @@ class CapturedModule(CapturedFunction[..., Any], torch.nn.Module):
         return getattr(self.fn, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__["_own"]
-        if own is None or name in own:
+        own_names = self.__dict__["_own"]
+        if own_names is None or name in own_names:
             object.__setattr__(self, name, value)
         else:
             setattr(self.fn, name, value)

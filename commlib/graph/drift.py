@@ -70,14 +70,14 @@ def own_times(ring: Ring, functions: Iterable[CapturedFunction[..., Any]]) -> di
     functions of one name. Each keeps its last replays, so that no list reaches further back than
     the one with the fewest.
     """
-    found: dict[str, list[ReplayTimes]] = {}
+    by_name: dict[str, list[ReplayTimes]] = {}
     for function in functions:
-        kept = function.entries.times
-        for part, times in kept.parts() if kept else ():
+        recorded = function.entries.times
+        for part, times in recorded.parts() if recorded else ():
             name = function.name if part == "forward" else f"{function.name} ({part})"
-            found.setdefault(name, []).append(times)
+            by_name.setdefault(name, []).append(times)
     deadline, lists = Deadline(ring.timeout), {}
-    for name, every in found.items():
+    for name, every in by_name.items():
         replays = [replay for times in every for replay in _ended(ring, name, times, deadline)]
         last = sorted(replays)[-min(times.most for times in every) :]
         if last:

@@ -113,8 +113,8 @@ def backend_of(device: torch.device) -> Backend:
 
 def makes_parameters(modules: Sequence[torch.nn.Module], call: Arguments) -> bool:
     """Return True if lazy modules make parameters in the call, so that the next one is captured."""
-    given = [x for leaf in call.leaves if isinstance(leaf, torch.nn.Module) for x in leaf.modules()]
-    lazy = [x for x in (*modules, *given) if isinstance(x, LazyModuleMixin)]
+    inner = [x for leaf in call.leaves if isinstance(leaf, torch.nn.Module) for x in leaf.modules()]
+    lazy = [x for x in (*modules, *inner) if isinstance(x, LazyModuleMixin)]
     return any(x.has_uninitialized_params() for x in lazy)
 
 

@@ -29,8 +29,8 @@ class KindsWatch:
 
     def note_full(self, entries: Entries, call: Arguments, around: Surroundings, most: int) -> None:
         """Warn of a call that gets no graph: there are ``most`` already."""
-        what = f"calls of further kinds stay eager (max_graphs={most})"
-        self._warn(entries, call, around, what)
+        message = f"calls of further kinds stay eager (max_graphs={most})"
+        self._warn(entries, call, around, message)
 
     def _warn(self, entries: Entries, call: Arguments, around: Surroundings, what: str) -> None:
         """Warn once that there are many kinds: what happens, and how the call differs."""

@@ -15,9 +15,9 @@ def bound(captured: Any, owner: Any, of_classes: dict[type, Any]) -> Any:
         if owner not in of_classes:
             of_classes[owner] = type(captured)(method, captured.options)
         return of_classes[owner]
-    found = type(captured)(method, captured.options)
+    bound_fn = type(captured)(method, captured.options)
     try:  # found before the descriptor from now on
-        object.__setattr__(owner, captured.fn.__name__, found)
+        object.__setattr__(owner, captured.fn.__name__, bound_fn)
     except AttributeError:
-        return found  # no place for it: each access captures again
-    return found
+        return bound_fn  # no place for it: each access captures again
+    return bound_fn

@@ -59,8 +59,8 @@ class Options:
             raise GraphError(f"tolerance={self.tolerance!r}: expected (rtol, atol), both 0 or more")
         for name, expected in _WHOLE.items():
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and value >= 1) and not (name == "slots" and value is None):
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_int and value >= 1) and not (name == "slots" and value is None):
                 raise GraphError(f"{name}={value!r}: expected {expected}")
 
     @classmethod

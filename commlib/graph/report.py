@@ -161,10 +161,10 @@ def report(
     selected = sorted(selected, key=lambda one: one.name)
     rows = [row for one in selected for row in (*_captured(one), *_eager(one))]
     rows += (row for one in sorted(compiled, key=lambda one: one.name) for row in _cuts(one))
-    found = Report(rows, compared)
+    result = Report(rows, compared)
     if html is not None:
-        Path(html).write_text(found.page())
-    return found
+        Path(html).write_text(result.page())
+    return result
 
 
 def _selected(graphed: Any) -> tuple[list[CapturedFunction[..., Any]], list[Region]]:

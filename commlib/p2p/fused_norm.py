@@ -92,8 +92,8 @@ class PushNorm:
             if len(self._steps) >= _PLANS:
                 self._steps.clear()
             row = kernel_table.select_kernel(COLLECTIVE, numel * x.itemsize, self._size)
-            found = () if row is None else self.plan(items, numel, x.dtype, row)
-            steps = self._steps[key] = found
+            planned = () if row is None else self.plan(items, numel, x.dtype, row)
+            steps = self._steps[key] = planned
         return steps
 
     def plan(self, items: int, numel: int, dtype: torch.dtype, row: Row) -> tuple[Step, ...]:

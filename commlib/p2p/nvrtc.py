@@ -53,31 +53,31 @@ def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
     texts = sources(file)
     words = (architecture, version, *options, *texts)
     key = hashlib.sha256(b"\0".join([*(word.encode() for word in words), *texts.values()]))
-    place = folder()
-    kept = None if place is None else place / f"{file.stem}-{key.hexdigest()[:32]}.cubin"
-    found = None if kept is None else _read(kept)
-    if found is None:
-        found = _compile(nvrtc, texts, [f"--gpu-architecture={architecture}", *options])
-        if kept is not None:
-            _write(kept, found)
-    return found
+    cache_dir = folder()
+    path = None if cache_dir is None else cache_dir / f"{file.stem}-{key.hexdigest()[:32]}.cubin"
+    code = None if path is None else _read(path)
+    if code is None:
+        code = _compile(nvrtc, texts, [f"--gpu-architecture={architecture}", *options])
+        if path is not None:
+            _write(path, code)
+    return code
 
 
 def folder() -> Path | None:
     """Return where machine code is kept: a folder that this user alone may write, or None."""
     try:
-        place = Path.home()
+        path = Path.home()
         for name in (".cache", "commlib", "kernels"):
-            place /= name
-            place.mkdir(mode=0o700, exist_ok=True)
-        state = place.stat()
+            path /= name
+            path.mkdir(mode=0o700, exist_ok=True)
+        state = path.stat()
     except (OSError, RuntimeError) as error:
         log.once("compiled kernels are not kept: %s", error)
         return None
     if not _private(state):
-        log.once("compiled kernels are not kept: others may write to %s; remove it", place)
+        log.once("compiled kernels are not kept: others may write to %s; remove it", path)
         return None
-    return place
+    return path
 
 
 def _private(state: os.stat_result) -> bool:
@@ -171,14 +171,14 @@ def function(modules: Sequence[Any], name: str, device: int) -> Any:
     driver = _driver()
     with _current(device):
         found_in = (driver.cuModuleGetFunction(module, name.encode()) for module in modules)
-        status, found = next((found for found in found_in if int(found[0]) == 0), (name, None))
-        if found is None:
+        status, kernel = next((kernel for kernel in found_in if int(kernel[0]) == 0), (name, None))
+        if kernel is None:
             raise EngineError(f"no kernel is called {status}")
         division = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _succeed(f"dividing {name}", *driver.cuFuncSetAttribute(found, division, _MOST_SHARED))
+        _succeed(f"dividing {name}", *driver.cuFuncSetAttribute(kernel, division, _MOST_SHARED))
         if hasattr(driver, "cuFuncLoad"):
-            _succeed(f"cuFuncLoad {name}", *driver.cuFuncLoad(found))
-    return found
+            _succeed(f"cuFuncLoad {name}", *driver.cuFuncLoad(kernel))
+    return kernel
 
 
 @cache
@@ -239,9 +239,9 @@ class Launch:
 
     def __init__(self, function: Any, device: int, grid: Grid, argument: ctypes.Structure) -> None:
         driver, self._device = _driver(), device
-        place = ctypes.c_void_p(ctypes.addressof(argument))
-        self._config, self._keep = _config(driver, grid), (argument, place)
-        parameters = ctypes.addressof(place)
+        pointer = ctypes.c_void_p(ctypes.addressof(argument))
+        self._config, self._keep = _config(driver, grid), (argument, pointer)
+        parameters = ctypes.addressof(pointer)
         self.run = partial(driver.cuLaunchKernelEx, self._config, function, parameters, 0)
         self.stream: int | None = None
 

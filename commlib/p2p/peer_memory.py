@@ -100,15 +100,15 @@ CAPTURING = "a rank is capturing a graph; a call before the capture sets the cha
 
 
 def _mapped(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
-    ring, own, problem = hosts.identity, 0, ""
+    ring, base, problem = hosts.identity, 0, ""
     handle = b""
     try:
-        own, handle = _allocate(nbytes)
+        base, handle = _allocate(nbytes)
     except Exception as error:  # of any kind: every rank learns of it below
         problem = f"{type(error).__name__}: {error}"
     handles = hosts.exchange_bytes(handle)
     bases = [0] * ring.size
-    bases[ring.rank] = own
+    bases[ring.rank] = base
     if all(handles):
         try:
             for peer, theirs in enumerate(handles):
@@ -121,8 +121,8 @@ def _mapped(hosts: HostExchange, nbytes: int, name: str) -> PeerMemory | str:
         return PeerMemory(hosts, bases, nbytes, name)
     _unmap(bases, ring.rank)
     hosts.exchange([])  # no rank has it mapped any more
-    if own:
-        _runtime().free(own)
+    if base:
+        _runtime().free(base)
     return f"no peer access between all ranks{problem and ': '}{problem}"
 
 
@@ -134,12 +134,12 @@ def _runtime() -> Any:
 
 def _allocate(nbytes: int) -> tuple[int, bytes]:
     """Return zeroed memory and its handle; torch's allocator could move or unmap its own."""
-    own = _runtime().malloc(nbytes)
+    base = _runtime().malloc(nbytes)
     try:
-        _zero(own, nbytes)
-        return own, bytes(_runtime().ipcGetMemHandle(own))
+        _zero(base, nbytes)
+        return base, bytes(_runtime().ipcGetMemHandle(base))
     except Exception:
-        _runtime().free(own)
+        _runtime().free(base)
         raise
 
 
@@ -187,8 +187,8 @@ def _probe_peer_access(hosts: HostExchange, bases: list[int], nbytes: int) -> bo
         """Run a kernel; on failure the other members learn of it at the next exchange."""
         try:
             module = nvrtc.module(PROBE, ring.device.index)
-            found = nvrtc.function([module], name, ring.device.index)
-            nvrtc.Launch(found, ring.device.index, _GRID, probe)(current_raw(ring.device.index))
+            kernel = nvrtc.function([module], name, ring.device.index)
+            nvrtc.Launch(kernel, ring.device.index, _GRID, probe)(current_raw(ring.device.index))
             _runtime().deviceSynchronize()
         except Exception as error:
             log.once("peers can't reach this rank's memory: %s", error)
@@ -197,10 +197,10 @@ def _probe_peer_access(hosts: HostExchange, bases: list[int], nbytes: int) -> bo
 
     written = step("write_tokens")
     hosts.exchange([])
-    found = step("find_tokens") and not wrong.word.value
+    matched = step("find_tokens") and not wrong.word.value
     hosts.exchange([])
     _zero(bases[ring.rank], nbytes)
-    return written and found
+    return written and matched
 
 
 def _put(address: int, data: bytes) -> None:

@@ -108,11 +108,11 @@ class PushChannel:
 
         ``call``: the ``argument``, or the part of it that all kernels have.
         """
-        found = nvrtc.function(self._modules, name, self._device)
-        most = residency.most_blocks(found, self._device, grid.threads, self._fills)
+        kernel = nvrtc.function(self._modules, name, self._device)
+        most = residency.most_blocks(kernel, self._device, grid.threads, self._fills)
         grid = grid.within(min(most, self.share or most))
         call.early = int(self._fills and not self.share)  # see residency
-        return nvrtc.Launch(found, self._device, grid, argument)
+        return nvrtc.Launch(kernel, self._device, grid, argument)
 
     def window(self, kernel: str) -> int:
         """Return the bytes that one launch of ``kernel`` can do."""
@@ -224,10 +224,10 @@ class PushChannel:
         if not record:
             return
         reason, collective = record >> 61, COLLECTIVES[record >> 53 & 0xFF]
-        peer, what = record >> 45 & 0xFF, record & 0xFFFFFFFF
+        peer, code = record >> 45 & 0xFF, record & 0xFFFFFFFF
         ring, repair = self._ring, "call ring.reset() on every member"
         if reason == _TWO_AT_ONCE:
-            pair = [self._order.stream_of(tag) for tag in (what >> 16, what & 0xFFFF)]
+            pair = [self._order.stream_of(tag) for tag in (code >> 16, code & 0xFFFF)]
             raise StreamError(
                 f"rank {ring.ranks[peer]} ran two calls of ring {ring.ring_id} at the same time, "
                 f"one in {collective}: on its streams {pair[0]} and {pair[1]} (a graph counts as "
@@ -236,7 +236,7 @@ class PushChannel:
             )
         raise PeerTimeout(
             f"timed out after {ring.timeout:g} s waiting for rank {ring.ranks[peer]} in "
-            f"{collective} (call {what} of ring {ring.ring_id}). Results of this and later calls "
+            f"{collective} (call {code} of ring {ring.ring_id}). Results of this and later calls "
             f"are NaN (of integers -1); {repair}"
         )
 

@@ -126,13 +126,13 @@ class PushCollective:
         return (*self._gate(nbytes, signals=True), *steps)
 
     def _split(self, nbytes: int) -> "SplitSteps | None":
-        whole = self._row(nbytes)
-        if whole is None or not self.suffix.endswith("_sum"):
+        row = self._row(nbytes)
+        if row is None or not self.suffix.endswith("_sum"):
             return None
-        if nbytes > self._channel.window(whole.kernel):
+        if nbytes > self._channel.window(row.kernel):
             return None  # several launches
         begin, end = (
-            self._step(whole._replace(kernel=f"{whole.kernel}_{half}"), 0, nbytes)
+            self._step(row._replace(kernel=f"{row.kernel}_{half}"), 0, nbytes)
             for half in ("begin", "end")
         )
         # The first half never waits. It signals to the peers that its data is in flight.

@@ -55,8 +55,8 @@ def _to_experts(counts: Array, rank: int) -> Routes:
     a, _, k = _indices(counts)
     table = _table(counts, _held(counts), _sorted(counts), k * size + a)
     # The receiver's own rows: those of earlier experts, and of the same one if it is earlier.
-    own = counts[range(size), range(size)]
-    passed = np.cumsum(own, 1) - own, own
+    local_rows = counts[range(size), range(size)]
+    passed = np.cumsum(local_rows, 1) - local_rows, local_rows
     table["place"] -= passed[0][None] + passed[1][None] * _above(size).T[..., None]
     return Routes(_ordered(table[rank], rank), _ordered(table[:, rank], rank), _most(counts, 0))
 
@@ -66,8 +66,8 @@ def _from_experts(counts: Array, rank: int) -> Routes:
     size = len(counts)
     _, b, k = _indices(counts)
     table = _table(counts, _sorted(counts), _held(counts), b * counts.shape[2] + k)
-    own = counts[range(size), range(size)].sum(1)
-    table["place"] -= (own[:, None] * _above(size))[..., None]
+    local_rows = counts[range(size), range(size)].sum(1)
+    table["place"] -= (local_rows[:, None] * _above(size))[..., None]
     return Routes(_ordered(table[:, rank], rank), _ordered(table[rank], rank), _most(counts, 1))
 
 
@@ -103,8 +103,8 @@ def _above(size: int) -> Array:
 def _most(counts: Array, senders: int) -> int:
     """Return the most rows from others; axis ``senders`` of the table is their source."""
     size = len(counts)
-    own = counts[range(size), range(size)].sum(1)
-    return int((counts.sum((senders, 2)) - own).max())
+    local_rows = counts[range(size), range(size)].sum(1)
+    return int((counts.sum((senders, 2)) - local_rows).max())
 
 
 def _ordered(segments: Array, rank: int) -> Array:

@@ -37,22 +37,22 @@ class StreamOrder:
 
     def switch_stream(self, stream: int) -> None:
         """Order the current stream, which this handle names, after the last call."""
-        here, there = capture_of(stream), 0 if self.last is None else capture_of(self.last)
-        self.foreign = not here and not self._permanent()
-        if there:  # its capture has begun since, and may hold calls that came the short way
-            self._captured = there, self.last
-        if here:
+        capture, prior = capture_of(stream), 0 if self.last is None else capture_of(self.last)
+        self.foreign = not capture and not self._permanent()
+        if prior:  # its capture has begun since, and may hold calls that came the short way
+            self._captured = prior, self.last
+        if capture:
             number, previous = self._captured
-            previous = previous if number == here else None
-            self._captured, self.last = (here, stream), None
+            previous = previous if number == capture else None
+            self._captured, self.last = (capture, stream), None
         else:
             previous, self._eager = self._eager, stream
             # A foreign stream may be gone at the next call, and another one may have its handle.
             self.last = None if self.foreign else stream
         self.tag = self._tags.setdefault(stream, len(self._tags) + 1)
-        if not here and previous in self._ended:
+        if not capture and previous in self._ended:
             self._wait(stream, self._ended[previous])
-        elif previous is not None and previous != stream and capture_of(previous) == here:
+        elif previous is not None and previous != stream and capture_of(previous) == capture:
             self._fence(stream, previous)
 
     def ended(self, stream: int) -> None:
@@ -76,10 +76,10 @@ class StreamOrder:
         if handle not in self._known:
             # torch takes the default stream's handle, 0, for "give me a new stream".
             default = torch.cuda.default_stream(self._device)
-            found = torch.cuda.ExternalStream(handle, self._device) if handle else default
-            self._known[handle] = found, torch.cuda.Event()
+            stream = torch.cuda.ExternalStream(handle, self._device) if handle else default
+            self._known[handle] = stream, torch.cuda.Event()
         return self._known[handle]
 
     def stream_of(self, tag: int) -> str:
         """Return the handle of the stream with a number, for people."""
-        return next((f"{stream:#x}" for stream, known in self._tags.items() if known == tag), "?")
+        return next((f"{stream:#x}" for stream, number in self._tags.items() if number == tag), "?")

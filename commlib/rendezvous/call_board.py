@@ -50,11 +50,11 @@ class CallBoard:
         code = self._codes.get(call)
         if code is None:
             code = self._learn(call)
-        place, word = number % _SLOTS, number << _BITS | code
+        slot, word = number % _SLOTS, number << _BITS | code
         try:
-            self._own[place] = word
+            self._own[slot] = word
             for at, row in self._near:
-                other = row[place]
+                other = row[slot]
                 if other != word and other >> _BITS == number:
                     return at
             return None if self._mark[0] == 0 else self._mark[0] >> 32
@@ -78,12 +78,12 @@ class CallBoard:
         """Compare the calls that both have posted since the last look."""
         last = self._number
         for number in range(max(self._equal[at], last - _SLOTS) + 1, last + 1):
-            place = number % _SLOTS
-            own = self._own[place]  # read once: another thread may post meanwhile
-            other = row[place]
-            if own >> _BITS < number or other >> _BITS < number:
+            slot = number % _SLOTS
+            word = self._own[slot]  # read once: another thread may post meanwhile
+            other = row[slot]
+            if word >> _BITS < number or other >> _BITS < number:
                 return False  # not posted yet
-            if own >> _BITS == number == other >> _BITS and own != other:
+            if word >> _BITS == number == other >> _BITS and word != other:
                 return True
             self._equal[at] = number
         return False

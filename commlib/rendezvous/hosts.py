@@ -138,17 +138,17 @@ class HostExchange:
         No engine takes part, so the ring stays usable. A member that gives up takes its sign back,
         so that a late one waits for it in turn, and all can call it again.
         """
-        size, number, own = self.identity.size, self._barriers, str(self.identity.rank)
+        size, number, my_key = self.identity.size, self._barriers, str(self.identity.rank)
         if size == 1:
             return []
         store, keys = self.store(f"barrier/{number}"), [str(rank) for rank in range(size)]
         look = Deadline(deadline.left() + _LATE_S)  # a slow store is not a late member
-        store.set(own, "1", look)
+        store.set(my_key, "1", look)
         if not deadline.poll(lambda: store.check(keys, look), longest_sleep=_LOOK_S):
             late = [rank for rank in range(size) if not store.check([str(rank)], look)]
             if late:
-                store.delete([own])
-                store.check([own], look)  # after the deletion, for which nobody else waits
+                store.delete([my_key])
+                store.check([my_key], look)  # after the deletion, for which nobody else waits
                 return late
         self._barriers += 1
         if number and self.identity.rank == 0:  # all have left the one before
@@ -180,8 +180,8 @@ class HostExchange:
         """Return shared memory on one host, gloo between several."""
         rank, size = self.identity.rank, self.identity.size
         by_gloo = partial(host_exchange.gloo_round, self._gloo_group(), rank, size)
-        place = rank, size, host_exchange.host_number(), self.identity.timeout
-        self._shared_memory = open_shared_memory(by_gloo, *place)
+        args = rank, size, host_exchange.host_number(), self.identity.timeout
+        self._shared_memory = open_shared_memory(by_gloo, *args)
         if self._group is not None:
             self.store("hosts").delete([host_exchange.address(rank)])
         return self._shared_memory or by_gloo
@@ -193,8 +193,8 @@ class HostExchange:
             me = self.identity
             deadline, wait = Deadline(me.timeout), timedelta(seconds=me.timeout)
             store = EngineStore(self.store("hosts"), deadline)
-            place = store, me.rank, me.size, wait, self.one_network
-            join = partial(host_exchange.connect, *place)
+            args = store, me.rank, me.size, wait, self.one_network
+            join = partial(host_exchange.connect, *args)
             try:
                 self._group = bounded(join, deadline, me.describe("connecting the hosts"))
             except CommTimeout:

@@ -97,9 +97,9 @@ def _tcp_store(world: World, address: Address, one_host: bool, deadline: Deadlin
     if one_host:
         host = LOOPBACK
     if world.hosts_store and (host, port) not in _servers:
-        what = f"serving the store at {host}:{port}"
+        label = f"serving the store at {host}:{port}"
         try:
-            server = bounded(lambda: serve(host, port, who, deadline), deadline, what)
+            server = bounded(lambda: serve(host, port, who, deadline), deadline, label)
         except CommTimeout as error:
             raise BootstrapError(f"{who}: {error}; is MASTER_ADDR={host!r} known here?") from error
         _servers[host, port] = server

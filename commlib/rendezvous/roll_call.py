@@ -235,7 +235,7 @@ class RollCall:
         """Return the missing ranks, and any other members that they passed for this ring."""
         states = self._table.states(call.ranks, call.deadline)
         arrived = {
-            rank for rank, own in states.items() if any(each.key == generation.key for each in own)
+            rank for rank, row in states.items() if any(each.key == generation.key for each in row)
         }
         missing = [rank for rank in call.ranks if rank not in arrived]
         members, others = list(call.ranks), {}

@@ -42,9 +42,9 @@ def _order_error(orders: dict[str, list[list[Any]]], prefix: str) -> RingError:
     waiting = [(rank, *made[-1]) for rank, made in created]
     ring_ids, lists = ({str(each[field]) for each in waiting} for field in (1, 2))
     if len(ring_ids) == 1 and len(lists) > 1:
-        given = "; ".join(f"rank {rank} gave {members}" for rank, _, members in waiting)
+        text = "; ".join(f"rank {rank} gave {members}" for rank, _, members in waiting)
         return RingError(
-            f"{prefix}: the ranks gave different members: {given}; pass the same list of ranks, "
+            f"{prefix}: the ranks gave different members: {text}; pass the same list of ranks, "
             f"in the same order, on every rank"
         )
     lines = "; ".join(
@@ -64,6 +64,6 @@ def _remedy(late: dict[str, Any], again: str) -> str:
     if not late["missing"]:
         return "all have joined, but the last of them did not start the ring: check the logs"
     if late["others"]:
-        given = "; ".join(f"rank {rank} gave {other}" for rank, other in late["others"].items())
-        return f"{given} for ring {late['ring']}: pass the same list on every rank"
+        text = "; ".join(f"rank {rank} gave {other}" for rank, other in late["others"].items())
+        return f"{text} for ring {late['ring']}: pass the same list on every rank"
     return f"start them or see their errors, then call {again}"

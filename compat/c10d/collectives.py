@@ -211,8 +211,8 @@ class Collectives:
         opts = options(c10d.ScatterOptions, root, timeout, rootRank=root)
         target = single(out)
         ring = self._ring_for([target])
-        given = parts(inputs) if ring.rank == opts.rootRank else None
-        call = partial(ring.scatter, target, given, root=opts.rootRank)
+        chunks = parts(inputs) if ring.rank == opts.rootRank else None
+        call = partial(ring.scatter, target, chunks, root=opts.rootRank)
         return self._issue(ring, Step([call], [target], lists=True), opts)
 
     # -- exchanges ---------------------------------------------------------------------------------

@@ -180,11 +180,11 @@ class GroupCalls(UnsupportedCalls, Collectives):
             CommTimeout: Ranks are missing.
         """
         pairs.flush()
-        given = getattr(timeout, "timeout", timeout)  # C++ passes its options
-        given = None if given is None else duration(given)
+        max_wait = getattr(timeout, "timeout", timeout)  # C++ passes its options
+        max_wait = None if max_wait is None else duration(max_wait)
         limit: Any = self._limited  # C++ passes a negative timeout where none is given
-        if given is not None and given >= _UNSET:
-            limit = max(given, timedelta(milliseconds=1))
+        if max_wait is not None and max_wait >= _UNSET:
+            limit = max(max_wait, timedelta(milliseconds=1))
         self._main.monitored_barrier(timeout=limit)
 
     # -- coalescing --------------------------------------------------------------------------------

@@ -78,14 +78,14 @@ def make_rings(
     main = _default_device(world) if bound is None else _checked(name, ranks, bound)
     rings: dict[str, CommContext] = {}
     try:
-        for place in dict.fromkeys((main, cpu)):
-            ring = ring_over(ranks, place)
+        for device in dict.fromkeys((main, cpu)):
+            ring = ring_over(ranks, device)
             if ring is None:
-                ring_id = _ring_id(name, place, place == main and len(ranks) == world.size)
-                own = dist.PrefixStore(f"commlib/{place.type}", store)
-                ring = _create(ring_id, name, ranks, own, place, timeout, world, remedy)
+                ring_id = _ring_id(name, device, device == main and len(ranks) == world.size)
+                substore = dist.PrefixStore(f"commlib/{device.type}", store)
+                ring = _create(ring_id, name, ranks, substore, device, timeout, world, remedy)
                 _users[ring] = 0
-            rings[place.type] = ring
+            rings[device.type] = ring
             hold(ring)
     except BaseException:
         release(rings)
@@ -119,8 +119,8 @@ def make_orders(
         for kind, ring in rings.items():
             if first or _users.get(ring) == 1:
                 continue
-            given = ring.timeout if _is_default(timeout) else timeout.total_seconds()
-            order = open_order(ring, name, given)
+            seconds = ring.timeout if _is_default(timeout) else timeout.total_seconds()
+            order = open_order(ring, name, seconds)
             if order is not None:
                 orders[kind] = order
     except BaseException:
@@ -145,14 +145,14 @@ def _create(
     remedy: Remedy,
 ) -> CommContext:
     """Create the ring of a group; the errors name the group too, which the program knows."""
-    given = None if _is_default(timeout) else timeout
+    limit = None if _is_default(timeout) else timeout
     try:
         return CommContextManager.instance().create(
             ring_id,
             ranks,
             store=store,
             device=device,
-            timeout=given,
+            timeout=limit,
             world=world,
             remedy=remedy,
         )

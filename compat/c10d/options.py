@@ -31,13 +31,13 @@ def single(tensors: Tensor | Sequence[Tensor]) -> Tensor:
     Raises:
         NotImplementedError: There are several, which stood for several devices of one process.
     """
-    found = listed(tensors)
-    if len(found) != 1:
+    items = listed(tensors)
+    if len(items) != 1:
         raise NotImplementedError(
-            f"{len(found)} tensors in a list, one per device of this process: start one process "
+            f"{len(items)} tensors in a list, one per device of this process: start one process "
             f"per device, and pass one tensor"
         )
-    return found[0]
+    return items[0]
 
 
 def parts(tensors: Sequence[Any]) -> list[Tensor]:
@@ -77,11 +77,11 @@ def check_rows(ring: CommContext, rows: list[list[Tensor]], own: list[Tensor]) -
         )
     expected = [_kind(x) for x in own]
     for rank, row in enumerate(rows):
-        given = [_kind(x) for x in row]
-        if given != expected:
+        actual = [_kind(x) for x in row]
+        if actual != expected:
             raise ShapeError(
                 f"{ring._describe('all_gather_coalesced')}: the outputs of rank {rank} have "
-                f"{given} elements; expected {expected}, as this rank's own tensors"
+                f"{actual} elements; expected {expected}, as this rank's own tensors"
             )
 
 

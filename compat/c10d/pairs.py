@@ -165,14 +165,14 @@ class _Queue:
 
     def _refuse(self) -> None:
         """Raise the reason why the calls can't be launched now, or not any more."""
-        what = self.ring._describe("send or recv")
+        prefix = self.ring._describe("send or recv")
         if not self.place.capture:
             raise ArgumentError(
-                f"{what}: issued before a CUDA graph capture, which must not record it; call "
+                f"{prefix}: issued before a CUDA graph capture, which must not record it; call "
                 f"wait() before the capture begins"
             )
         error = ArgumentError(
-            f"{what}: issued in a CUDA graph capture that is over, without a launch; call wait() "
+            f"{prefix}: issued in a CUDA graph capture that is over, without a launch; call wait() "
             f"before the capture ends"
         )
         self._leave(error)
@@ -195,14 +195,14 @@ def queue(ring: CommContext, step: Step, source: int = -1, peer: int = -1) -> Gr
         source: The sender of a receive; -1 for a send.
         peer: The other rank.
     """
-    place = place_of(ring)
-    known = _queues.get((get_ident(), ring))
-    if known is not None and not known.takes(step, place, source, peer):
-        known.launch()
-        known = None
-    work = None if known is None else known.add(step, source, peer)
+    context = place_of(ring)
+    pending = _queues.get((get_ident(), ring))
+    if pending is not None and not pending.takes(step, context, source, peer):
+        pending.launch()
+        pending = None
+    work = None if pending is None else pending.add(step, source, peer)
     if work is None:
-        work = _Queue(ring, place).add(step, source, peer)
+        work = _Queue(ring, context).add(step, source, peer)
     assert work is not None  # nobody else knows a new queue
     return work
 

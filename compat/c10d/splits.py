@@ -33,8 +33,8 @@ def split_group(
     calls = calls_of(parent) if isinstance(parent, dist.ProcessGroup) else None
     bound = getattr(parent, "bound_device_id", None) is not None
     if calls is None or bound or any(kind != "cpu" for kind in calls.rings):
-        given = () if backend is None else (backend,)  # new in torch 2.13
-        return _stock(parent_pg, split_ranks, timeout, pg_options, group_desc, *given)
+        args = () if backend is None else (backend,)  # new in torch 2.13
+        return _stock(parent_pg, split_ranks, timeout, pg_options, group_desc, *args)
     ranks = dist.get_process_group_ranks(parent)
     _check(split_ranks or [], len(ranks), backend)
     part = next((sorted(part) for part in split_ranks or [] if parent.rank() in part), [])

@@ -51,8 +51,8 @@ class GroupWork(dist.Work):
                 The ring can't be used any more.
             EngineError: The engine reports a failure.
         """
-        given = duration(timeout)
-        self._join(given if given > _NO_TIMEOUT else None)
+        max_wait = duration(timeout)
+        self._join(max_wait if max_wait > _NO_TIMEOUT else None)
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -127,13 +127,13 @@ class GroupWork(dist.Work):
 
     def each(self) -> list["GroupWork"]:
         """Return one work per call of a batch of sends and receives; NCCL has one for all."""
-        whole, tensors = self._works[0], self._tensors
+        batch, tensors = self._works[0], self._tensors
         if self._ring.stream is not None or len(tensors) == 1:
             return [self]
         # An observed call has no parts, which a capture waits for together.
-        parts = getattr(whole._pending, "parts", [whole._pending] * len(tensors))
+        parts = getattr(batch._pending, "parts", [batch._pending] * len(tensors))
         return [
-            GroupWork(self._ring, [Work(x, part, whole._limit)], [x])
+            GroupWork(self._ring, [Work(x, part, batch._limit)], [x])
             for x, part in zip(tensors, parts, strict=True)
         ]
 

@@ -61,12 +61,12 @@ class AttributeCalls:
 
 def _known(name: str, signature: inspect.Signature, attributes: dict[str, Any]) -> dict[str, Any]:
     """Return the attributes that are arguments, without those that have no effect."""
-    known = signature.parameters
+    names = signature.parameters
     unused = _WITHOUT_EFFECT | _WITHOUT_EFFECT_IN.get(name, set())
-    unknown = [each for each in attributes if each not in known and each not in unused]
+    unknown = [each for each in attributes if each not in names and each not in unused]
     if unknown:
-        raise ArgumentError(f"{name}: attribute {unknown[0]!r}; expected one of {', '.join(known)}")
-    return {key: value for key, value in attributes.items() if key in known}
+        raise ArgumentError(f"{name}: attribute {unknown[0]!r}; expected one of {', '.join(names)}")
+    return {key: value for key, value in attributes.items() if key in names}
 
 
 def _split(name: str, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -77,15 +77,15 @@ def fused_attention(
         ShapeError: Without a ring, heads * head_dim is not the width of x.
         CommError: As ``ops.fused_attention``.
     """
-    where = _where("fused_attention", ring_id)
-    _check_options(where, mode, (pre_ln_epsilon, ln_epsilon), pre_layer_norm, add_residual)
+    prefix = _where("fused_attention", ring_id)
+    _check_options(prefix, mode, (pre_ln_epsilon, ln_epsilon), pre_layer_norm, add_residual)
     if transpose_qkv_wb:
-        qkv_weight, qkv_bias = _transposed(where, qkv_weight, qkv_bias, num_heads)
+        qkv_weight, qkv_bias = _transposed(prefix, qkv_weight, qkv_bias, num_heads)
     if ring_id == -1 and _has_dims(qkv_weight, 4):
         _, heads, head_dim, width = qkv_weight.shape
         if heads * head_dim != width:
             raise ShapeError(
-                f"{where}: qkv_weight has shape {tuple(qkv_weight.shape)}; expected heads * "
+                f"{prefix}: qkv_weight has shape {tuple(qkv_weight.shape)}; expected heads * "
                 f"head_dim to be the width {width} without a ring; pass ring_id="
             )
     position, longer = 0, None
@@ -175,8 +175,8 @@ def fused_feedforward(
         ArgumentError: An option is unknown, out of range, or needs another one.
         CommError: As ``ops.fused_feedforward``.
     """
-    where = _where("fused_feedforward", ring_id)
-    _check_options(where, mode, (ln1_epsilon, ln2_epsilon), pre_layer_norm, add_residual)
+    prefix = _where("fused_feedforward", ring_id)
+    _check_options(prefix, mode, (ln1_epsilon, ln2_epsilon), pre_layer_norm, add_residual)
     return ops.fused_feedforward(
         x,
         linear1_weight,
@@ -233,15 +233,15 @@ def _transposed(
             f"this rank, 1 or more; pass num_heads="
         )
     if not _has_dims(weight, 2) or weight.shape[1] % (3 * num_heads):
-        given = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        actual = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
         raise ShapeError(
-            f"{where}: qkv_weight is {given}; expected [width, 3 * heads * "
+            f"{where}: qkv_weight is {actual}; expected [width, 3 * heads * "
             f"head_dim] for num_heads={num_heads}"
         )
     if bias is not None and not (_has_dims(bias, 1) and len(bias) == weight.shape[1]):
-        given = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        actual = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
         raise ShapeError(
-            f"{where}: qkv_bias is {given}; expected ({weight.shape[1]},), the "
+            f"{where}: qkv_bias is {actual}; expected ({weight.shape[1]},), the "
             f"columns of qkv_weight"
         )
     heads = 3, num_heads, weight.shape[1] // (3 * num_heads)

@@ -27,9 +27,9 @@ def ring_of_size(name: str, ring_id: int, nranks: int | None) -> CommContext:
     """
     ring = ring_of(name, ring_id)
     if nranks is None or nranks != ring.size:
-        given = "nranks is missing" if nranks is None else f"nranks={nranks}"
+        actual = "nranks is missing" if nranks is None else f"nranks={nranks}"
         raise ArgumentError(
-            f"{ring._describe(name)}: {given}; expected the size of the ring; pass "
+            f"{ring._describe(name)}: {actual}; expected the size of the ring; pass "
             f"nranks={ring.size}"
         )
     return ring

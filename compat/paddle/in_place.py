@@ -36,9 +36,9 @@ def c_broadcast_(
         PeerError: ``root`` is not a position in the ring.
     """
     root = position("c_broadcast_", ring_of("c_broadcast_", ring_id), "root", root)
-    own = detached(x)
+    data = detached(x)
     ops.broadcast(
-        own, ring_id, root=root, out=own, use_calc_stream=use_calc_stream, fenced=use_calc_stream
+        data, ring_id, root=root, out=data, use_calc_stream=use_calc_stream, fenced=use_calc_stream
     )
     return x
 

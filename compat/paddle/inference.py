@@ -99,10 +99,10 @@ def fused_multi_transformer(
         CommError: As ``ops.fused_multi_transformer``.
     """
     ring = None if ring_id == -1 else ring_of(NAME, ring_id)
-    where, size = (NAME, 1) if ring is None else (ring._describe(NAME), ring.size)
-    inputs = Inputs(where, x, size)
+    label, size = (NAME, 1) if ring is None else (ring._describe(NAME), ring.size)
+    inputs = Inputs(label, x, size)
     inputs.dropout(dropout_rate, training, mode)
-    _check_stage(where, time_step, cache_kvs, pre_caches)
+    _check_stage(label, time_step, cache_kvs, pre_caches)
     columns = {
         "attention_norm": ln_scales,
         "attention_norm_bias": ln_biases,
@@ -128,12 +128,12 @@ def fused_multi_transformer(
     if mask is not None:
         mask = _narrowed(x, mask, start, prefix, time_step, lengths)
     rotary = inputs.rotary(rotary_embs, rotary_emb_dims, head_dim)
-    given: dict[str, Any] = {"start": start, "rotary": rotary, "attn_mask": mask}
+    kwargs: dict[str, Any] = {"start": start, "rotary": rotary, "attn_mask": mask}
     call = layers, cache, None if ring is None else ring_id
     if pre_caches is not None:  # which are in the cache before the operator checks the rest
-        check_inputs(x, *call, config, **given, read=not sees_capture(x))
+        check_inputs(x, *call, config, **kwargs, read=not sees_capture(x))
         inputs.fill(cache, pre_caches, prefix)
-    y = ops.fused_multi_transformer(x, *call, config=config, **given)
+    y = ops.fused_multi_transformer(x, *call, config=config, **kwargs)
     if lengths is not None and time_step is None:
         rows = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         y = y.masked_fill(rows.unsqueeze(-1), 0)
@@ -164,9 +164,9 @@ def _check_stage(where: str, time_step: Any, cache_kvs: Any, pre_caches: Any) ->
             f"{where}: pre_caches with time_step; expected it in the call without time_step, which "
             f"puts it into cache_kvs; pass pre_caches=None"
         )
-    whole = isinstance(time_step, int) and not isinstance(time_step, bool)
+    is_int = isinstance(time_step, int) and not isinstance(time_step, bool)
     one = isinstance(time_step, Tensor) and time_step.numel() == 1
-    if time_step is not None and not whole and not one:
+    if time_step is not None and not is_int and not one:
         raise ArgumentError(
             f"{where}: time_step={time_step!r}; expected an integer or a tensor of one; pass the "
             f"position of the first new token"

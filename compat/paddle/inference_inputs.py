@@ -27,9 +27,9 @@ class Inputs:
     def __init__(self, where: str, x: Any, size: int) -> None:
         self.where, self.size = where, size
         if not isinstance(x, Tensor) or x.dim() != 3:
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ShapeError(
-                f"{where}: x is {given}; expected a tensor [batch, tokens, width]; pass "
+                f"{where}: x is {actual}; expected a tensor [batch, tokens, width]; pass "
                 f"x.view(batch, tokens, width)"
             )
         self.x: Tensor = x
@@ -68,9 +68,9 @@ class Inputs:
             self._fail(
                 f"weights of {lengths} layers", "the same number each, 1 or more", "pass full lists"
             )
-        place, dims = (0, "[3, heads, head_dim, width]") if trans_qkvw else (1, "[width, 3, ...]")
+        axis, dims = (0, "[3, heads, head_dim, width]") if trans_qkvw else (1, "[width, 3, ...]")
         for number, weight in enumerate(given["qkv"]):
-            if weight.dim() != 4 or weight.shape[place] != 3:
+            if weight.dim() != 4 or weight.shape[axis] != 3:
                 raise ShapeError(
                     f"{self.where}: qkv_weights[{number}] has shape {tuple(weight.shape)}; "
                     f"expected {dims}; pass trans_qkvw={not trans_qkvw}, or view the weight so"
@@ -142,8 +142,8 @@ class Inputs:
     def _caches(self, role: str, caches: Any, count: int) -> int:
         """Raise unless ``caches`` has one tensor per layer; return the positions of the first."""
         if not isinstance(caches, list | tuple) or len(caches) != count:
-            given = len(caches) if isinstance(caches, list | tuple) else type(caches).__name__
-            self._fail(f"{role} of {given}", f"a list of {count} tensors", "pass one per layer")
+            actual = len(caches) if isinstance(caches, list | tuple) else type(caches).__name__
+            self._fail(f"{role} of {actual}", f"a list of {count} tensors", "pass one per layer")
         for number, each in enumerate(caches):
             dims = each.dim() if isinstance(each, Tensor) else 0
             if dims != 5 or each.shape[0] != 2:
@@ -190,9 +190,9 @@ class Inputs:
         if seq_lens is None:
             return None
         if not isinstance(seq_lens, Tensor) or seq_lens.is_floating_point():
-            given = getattr(seq_lens, "dtype", type(seq_lens).__name__)
+            actual = getattr(seq_lens, "dtype", type(seq_lens).__name__)
             raise DtypeError(
-                f"{self.where}: seq_lens is {given}; expected an integer tensor [batch]; pass "
+                f"{self.where}: seq_lens is {actual}; expected an integer tensor [batch]; pass "
                 f"torch.tensor(lengths)"
             )
         count = self.x.shape[0]
@@ -207,9 +207,9 @@ class Inputs:
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 4:
-            given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            actual = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ShapeError(
-                f"{self.where}: attn_mask is {given}; expected a tensor [batch, heads or 1, "
+                f"{self.where}: attn_mask is {actual}; expected a tensor [batch, heads or 1, "
                 f"tokens, keys]; pass mask[:, None]"
             )
         return mask if mask.is_floating_point() else mask.bool()

@@ -149,8 +149,8 @@ def c_softmax_with_multi_label_cross_entropy(
         )
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     x = x - ops.all_reduce(x.detach().amax(-1, keepdim=True), ring_id, op="max")
-    own = label.long() - start
-    targets = x.gather(-1, own.clamp(0, classes - 1)).where((own >= 0) & (own < classes), 0)
+    index = label.long() - start
+    targets = x.gather(-1, index.clamp(0, classes - 1)).where((index >= 0) & (index < classes), 0)
     exponentials = x.exp()
     parts = torch.cat([exponentials.sum(-1, keepdim=True), targets], dim=-1)
     total, targets = ops.all_reduce(parts, ring_id, backward="identity").split(

@@ -149,11 +149,11 @@ class DistributedFusedLamb(ops.DistributedFusedLamb):
             CommError: As ``ops.DistributedFusedLamb``.
         """
         ring = ring_of(_CLASS, 0)
-        where = ring._describe(_CLASS)
+        prefix = ring._describe(_CLASS)
         if parameters is None:
             raise ArgumentError(
-                f"{where}: parameters is None; expected the parameters, because there is no static "
-                f"program; pass parameters=model.parameters()"
+                f"{prefix}: parameters is None; expected the parameters, because there is no "
+                f"static program; pass parameters=model.parameters()"
             )
         shard, cross = _rings_of_nodes(ring, nproc_per_node, use_hierarchical_allreduce)
         super().__init__(
@@ -164,7 +164,7 @@ class DistributedFusedLamb(ops.DistributedFusedLamb):
             eps=epsilon,
             weight_decay=0.0 if lamb_weight_decay is None else lamb_weight_decay,
             exclude_from_weight_decay=exclude_from_weight_decay_fn,
-            max_grad_norm=_limit(where, grad_clip),
+            max_grad_norm=_limit(prefix, grad_clip),
             clip_after_allreduce=clip_after_allreduce,
             is_grad_scaled_by_nranks=is_grad_scaled_by_nranks,
             gradient_accumulation_steps=gradient_accumulation_steps,

@@ -23,8 +23,8 @@ MODULES: dict[str, ModuleType] = {
 
 def page() -> str:
     """Return ``docs/paddle.md``."""
-    rows = [f"| `{old}` | `{new}` | {what} |" for old, (new, what) in sorted(NEW_NAMES.items())]
-    of_groups = [f"| `{name}` | {what} |" for name, what in distributed_names().items()]
+    rows = [f"| `{old}` | `{new}` | {text} |" for old, (new, text) in sorted(NEW_NAMES.items())]
+    of_groups = [f"| `{name}` | {text} |" for name, text in distributed_names().items()]
     paths = [
         f"| `{path}` | {', '.join(f'`{_short(one)}`' for one in modules) or 'the paths below it'} |"
         for path, modules in sorted(PATHS.items())
@@ -37,13 +37,13 @@ def page() -> str:
 
 def distributed_names() -> dict[str, str]:
     """Return each name of ``paddle.distributed`` that is not a module, and what it is."""
-    found = {}
+    headlines = {}
     for prefix, module in MODULES.items():
         for name in sorted(module.__all__):
             value: Any = getattr(module, name)
             if not isinstance(value, ModuleType):
-                found[f"{prefix}{name}"] = _headline(value)
-    return found
+                headlines[f"{prefix}{name}"] = _headline(value)
+    return headlines
 
 
 def _headline(value: Any) -> str:

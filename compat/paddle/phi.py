@@ -276,9 +276,9 @@ def reduction_of(name: str, ring_id: int, reduce_type: int) -> ReductionName:
     """
     ring = ring_of(name, ring_id)
     if isinstance(reduce_type, bool) or reduce_type not in range(len(_REDUCTIONS)):
-        known = ", ".join(f"{number} {op}" for number, op in enumerate(_REDUCTIONS))
+        choices = ", ".join(f"{number} {op}" for number, op in enumerate(_REDUCTIONS))
         raise ArgumentError(
-            f"{ring._describe(name)}: reduce_type={reduce_type!r}; expected one of {known}; pass "
+            f"{ring._describe(name)}: reduce_type={reduce_type!r}; expected one of {choices}; pass "
             f"reduce_type=0"
         )
     return _REDUCTIONS[reduce_type]

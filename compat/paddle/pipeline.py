@@ -194,7 +194,7 @@ class PipelineLayer(torch.nn.Module):
 
     def _share(self, first_id: int) -> list[tuple[CommContext, torch.Tensor]]:
         """Return the shared weights with their rings, after the first stage has set the values."""
-        found = []
+        pairs = []
         users: dict[str, set[int]] = {}
         attributes: dict[str, str] = {}
         for i, desc in enumerate(self._descs):
@@ -206,10 +206,10 @@ class PipelineLayer(torch.nn.Module):
             if ring is not None:
                 weight = getattr(self.shared_layers[key], attributes[key])
                 with torch.no_grad():
-                    whole = c_broadcast(weight, root=0, ring_id=number, use_calc_stream=True)
-                    weight.copy_(whole)
-                found.append((ring, weight))
-        return found
+                    values = c_broadcast(weight, root=0, ring_id=number, use_calc_stream=True)
+                    weight.copy_(values)
+                pairs.append((ring, weight))
+        return pairs
 
     def _segment(self, method: str | Sequence[int]) -> list[int]:
         """Return the first layer of each stage, and the number of layers."""

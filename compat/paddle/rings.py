@@ -119,16 +119,16 @@ def _members(ring_id: int, nranks: int, endpoints: str) -> tuple[int, ...]:
             f"c_comm_init: {len(named)} endpoints {named} with nranks={nranks} for ring {ring_id}; "
             f"expected one per rank, joined by commas"
         )
-    known = environment.paddle_endpoints()
-    if not named or not known:
+    world = environment.paddle_endpoints()
+    if not named or not world:
         return tuple(range(nranks))
-    strange = [one for one in named if one not in known]
+    strange = [one for one in named if one not in world]
     if strange:
         raise ArgumentError(
-            f"c_comm_init: endpoints {strange} of ring {ring_id} are not in {_ENDPOINTS}={known}; "
+            f"c_comm_init: endpoints {strange} of ring {ring_id} are not in {_ENDPOINTS}={world}; "
             f"correct one of them, or leave endpoints away for global ranks 0 to {nranks - 1}"
         )
-    return tuple(known.index(one) for one in named)
+    return tuple(world.index(one) for one in named)
 
 
 def _device(device_id: int) -> torch.device | None:

@@ -51,13 +51,13 @@ def moe_gate_dispatch(
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     row = torch.arange(tokens * k, device=x.device)
     in_expert = row - starts[expert_of_row]
-    kept = in_expert < capacity
+    keep_mask = in_expert < capacity
     target = expert_of_row * capacity + in_expert if use_pad else row
     rows = experts * capacity if use_pad else tokens * k
-    spare = torch.where(kept, target, rows)  # one more row takes the dropped tokens
+    spare = torch.where(keep_mask, target, rows)  # one more row takes the dropped tokens
     y = x.new_zeros(rows + 1, x.shape[1]).index_copy(0, spare, x[order // k])[:rows]
-    rows_of_tokens = torch.zeros_like(target).scatter(0, order, torch.where(kept, target, 0))
-    kept_choices = torch.zeros_like(kept).scatter(0, order, kept).view(tokens, k)
+    rows_of_tokens = torch.zeros_like(target).scatter(0, order, torch.where(keep_mask, target, 0))
+    kept_choices = torch.zeros_like(keep_mask).scatter(0, order, keep_mask).view(tokens, k)
     weights = weights.where(kept_choices, 0)
     return y, weights, rows_of_tokens.view(tokens, k).t().int(), ends, chosen.int()
 

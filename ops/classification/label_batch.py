@@ -39,9 +39,9 @@ class Batch:
         Rank q has the classes from ``bounds[q]`` on; the last of them is the number of all classes.
         """
         label = self.label.long()
-        known, places = label.unique(return_inverse=True)
+        class_ids, places = label.unique(return_inverse=True)
         edges = torch.tensor(bounds, device=label.device)
-        starts = torch.searchsorted(known, edges)
+        starts = torch.searchsorted(class_ids, edges)
         ends: list[int] = starts.tolist()
         counts = [max(samples, end - begin) for begin, end in pairwise(ends)]
         shift = torch.tensor([0, *accumulate(counts)], device=label.device) - starts
@@ -49,7 +49,7 @@ class Batch:
         outside = (owner < 0) | (owner == len(counts))
         remapped = (places + shift[owner]).masked_fill_(outside, -1)
         first, end = bounds[rank], bounds[rank + 1]
-        positives = known[ends[rank] : ends[rank + 1]] - first
+        positives = class_ids[ends[rank] : ends[rank + 1]] - first
         others = self._others(positives, end - first, counts[rank] - len(positives), rank, seed)
         sampled = self.label.new_full((length_of(label, end - first, samples),), -1)
         sampled[: counts[rank]] = torch.cat([positives, others])

@@ -152,10 +152,10 @@ def _statistics(
     total = tl.full((), 0.0, tl.float32)
     first = tl.program_id(1) * chunk
     for begin in range(first, min(first + chunk, classes), BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        z = tl.load(x + place, mask=place < classes, other=float("-inf")).to(tl.float32)
+        index = begin + tl.arange(0, BLOCK)
+        z = tl.load(x + index, mask=index < classes, other=float("-inf")).to(tl.float32)
         if AIMED:
-            z = tl.where(place == column, logit, z * scale)
+            z = tl.where(index == column, logit, z * scale)
         higher = tl.maximum(top, tl.max(z, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
@@ -195,22 +195,22 @@ def _rewrite(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < classes
-    z = tl.load(x + row * tl.cast(stride, tl.int64) + place, mask=inside, other=0.0)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < classes
+    z = tl.load(x + row * tl.cast(stride, tl.int64) + index, mask=inside, other=0.0)
     z = z.to(tl.float32)
     column = tl.load(columns + row * IDS)
     if AIMED:
-        z = tl.where(place == column, tl.load(aim + row), z * scale)
+        z = tl.where(index == column, tl.load(aim + row), z * scale)
     p = tl.exp(z - tl.load(stats + row)) / tl.load(stats + rows + row)
     if GRADIENT:
         for number in range(IDS):
-            p = tl.where(place == tl.load(columns + row * IDS + number), p - 1.0 / IDS, p)
+            p = tl.where(index == tl.load(columns + row * IDS + number), p - 1.0 / IDS, p)
         if SLOPED:
-            p = tl.where(place == column, p * tl.load(slope + row), p)
+            p = tl.where(index == column, p * tl.load(slope + row), p)
         p = tl.where(column == NOWHERE, 0.0, p * tl.load(weight + row))
     out += row * tl.cast(classes, tl.int64)
-    tl.store(out + place, p.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + index, p.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -252,14 +252,14 @@ def _combine(
         if COSINES:
             bad |= tl.abs(tl.load(part + 3 * step, mask=inside, other=0.0)) > 1.0
         for number in range(IDS):
-            place = row * IDS + number
-            first = tl.load(labels + place, mask=inside, other=0)
-            label = tl.load(labels + rank * (rank_step // 2) + place, mask=inside, other=0)
-            known = (label >= 0) & (label < total_classes)
+            index = row * IDS + number
+            first = tl.load(labels + index, mask=inside, other=0)
+            label = tl.load(labels + rank * (rank_step // 2) + index, mask=inside, other=0)
+            valid = (label >= 0) & (label < total_classes)
             if IGNORES:
-                known |= label == ignore_index
+                valid |= label == ignore_index
                 ignored |= label == ignore_index
-            bad |= (label != first) | (known == 0)
+            bad |= (label != first) | (valid == 0)
     bad = bad & inside
     total = tl.where(bad, float("nan"), total)
     value = tl.where(ignored & (bad == 0), 0.0, tl.log(total) - (target - shift))

@@ -30,9 +30,9 @@ def _over(count: int, block: int) -> int:
 
 def facts(label: Tensor) -> Tensor:
     """Return digest, least and greatest of ``label`` [N], int64 [3], N above 0."""
-    found = label.new_empty(3, dtype=torch.int64)
-    _facts[(1,)](label, found, label.numel(), BLOCK=FACTS_BLOCK, num_warps=16)
-    return found
+    result = label.new_empty(3, dtype=torch.int64)
+    _facts[(1,)](label, result, label.numel(), BLOCK=FACTS_BLOCK, num_warps=16)
+    return result
 
 
 def marked(label: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,14 +45,14 @@ def marked(label: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = _over(words, WORDS_BLOCK)
     count = label.numel()
     marks = torch.zeros(words + blocks, dtype=torch.int32, device=label.device)
-    before, known = torch.empty_like(marks[:words]), torch.empty_like(label)
+    before, class_ids = torch.empty_like(marks[:words]), torch.empty_like(label)
     _mark[(_over(count, MARK_BLOCK),)](
         label, marks, marks[words:], count, classes, BLOCK=MARK_BLOCK, WORDS=WORDS_BLOCK
     )
     _count[(blocks,)](
-        marks, marks[words:], before, known, words, BLOCK=WORDS_BLOCK, TOTALS=TOTALS_BLOCK
+        marks, marks[words:], before, class_ids, words, BLOCK=WORDS_BLOCK, TOTALS=TOTALS_BLOCK
     )
-    return marks, before, known
+    return marks, before, class_ids
 
 
 def sample(
@@ -72,7 +72,7 @@ def sample(
     rank, and the number of all classes; ``seed`` [1], to which ``rank`` is added.
     """
     remapped, sampled = torch.empty_like(label), label.new_empty(length)
-    kept, size = bounds.new_empty(1), bounds.numel() - 1
+    count, size = bounds.new_empty(1), bounds.numel() - 1
     lanes = 1 << max(size - 1, 1).bit_length()
     labels_block = max(1, min(256, LABELS_TILE // lanes))
     sample_programs = _over(length, SAMPLE_BLOCK)
@@ -85,7 +85,7 @@ def sample(
         seed,
         remapped,
         sampled,
-        kept,
+        count,
         label.numel(),
         size,
         rank,
@@ -97,7 +97,7 @@ def sample(
         SAMPLE_BLOCK=SAMPLE_BLOCK,
         LABELS_BLOCK=labels_block,
     )
-    return remapped, sampled, kept
+    return remapped, sampled, count
 
 
 @triton.jit
@@ -125,10 +125,10 @@ def _facts(label, found, count, BLOCK: tl.constexpr):
     least = tl.full((BLOCK,), LARGEST, tl.int64)
     greatest = tl.full((BLOCK,), -LARGEST - 1, tl.int64)
     for begin in range(0, count, BLOCK):
-        place = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK)
-        inside = place < count
-        value = tl.load(label + place, mask=inside, other=0).to(tl.int64)
-        mark = mixed(mixed((value + place * STEP) & HALF) ^ ((value >> 32) & HALF))
+        index = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK)
+        inside = index < count
+        value = tl.load(label + index, mask=inside, other=0).to(tl.int64)
+        mark = mixed(mixed((value + index * STEP) & HALF) ^ ((value >> 32) & HALF))
         digest += tl.where(inside, mark, 0)
         least = tl.minimum(least, tl.where(inside, value, LARGEST))
         greatest = tl.maximum(greatest, tl.where(inside, value, -LARGEST - 1))
@@ -139,14 +139,14 @@ def _facts(label, found, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARIES)
 def _mark(label, marks, totals, count, classes, BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    place = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(label + place, mask=place < count, other=-1).to(tl.int64)
-    known = (value >= 0) & (value < classes)
-    value = tl.where(known, value, 0)
+    index = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(label + index, mask=index < count, other=-1).to(tl.int64)
+    valid = (value >= 0) & (value < classes)
+    value = tl.where(valid, value, 0)
     word = value // BITS
     bit = (value * 0 + 1).to(tl.int32) << (value % BITS).to(tl.int32)
-    old = tl.atomic_or(marks + word, bit, mask=known)
-    tl.atomic_add(totals + word // WORDS, 1, mask=known & ((old & bit) == 0))
+    old = tl.atomic_or(marks + word, bit, mask=valid)
+    tl.atomic_add(totals + word // WORDS, 1, mask=valid & ((old & bit) == 0))
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -156,12 +156,12 @@ def _count(marks, totals, before, known, words, BLOCK: tl.constexpr, TOTALS: tl.
     for begin in range(0, program, TOTALS):
         block = begin + tl.arange(0, TOTALS)
         earlier += tl.sum(tl.load(totals + block, mask=block < program, other=0), 0)
-    place = program * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(marks + place, mask=place < words, other=0)
+    index = program * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(marks + index, mask=index < words, other=0)
     ones = _ones(word)
     at = earlier + tl.cumsum(ones, 0) - ones
-    tl.store(before + place, at, mask=place < words)
-    first = place.to(tl.int64) * BITS
+    tl.store(before + index, at, mask=index < words)
+    first = index.to(tl.int64) * BITS
     for number in range(BITS):
         is_set = ((word >> number) & 1) != 0
         tl.store(known + at, first + number, mask=is_set)
@@ -176,8 +176,8 @@ def _others_before(known, end, value, low, steps):
     for _ in range(steps):
         middle = (low + high) // 2
         is_open = low < high
-        there = tl.load(known + middle, mask=is_open, other=0).to(tl.int64) - (middle - start)
-        less = is_open & (there <= value)
+        others = tl.load(known + middle, mask=is_open, other=0).to(tl.int64) - (middle - start)
+        less = is_open & (others <= value)
         low = tl.where(less, middle + 1, low)
         high = tl.where(is_open & (less == 0), middle, high)
     return low
@@ -219,10 +219,10 @@ def _sample(
         first = tl.sum(tl.where(mine, begin, 0), 0)
         positives = tl.sum(tl.where(mine, end - begin, 0), 0)
         wanted = tl.maximum(positives, tl.cast(samples, tl.int64))
-        place = tl.cast(program, tl.int64) * SAMPLE_BLOCK + tl.arange(0, SAMPLE_BLOCK)
+        index = tl.cast(program, tl.int64) * SAMPLE_BLOCK + tl.arange(0, SAMPLE_BLOCK)
         key = tl.load(seed) + rank
-        chosen = _chosen(known, place, base, classes, first, positives, wanted, key, steps)
-        tl.store(sampled + place, chosen, mask=place < length)
+        chosen = _chosen(known, index, base, classes, first, positives, wanted, key, steps)
+        tl.store(sampled + index, chosen, mask=index < length)
         if program == 0:
             tl.store(kept, wanted)
     else:
@@ -234,9 +234,9 @@ def _sample(
         owned = (one[:, None] >= least[None, :]) & (one[:, None] < limit[None, :])
         owned = owned & owner[None, :]
         is_class = (at < count) & (tl.max(owned.to(tl.int32), 1) > 0)
-        own = _below(marks, before, one, is_class)
-        found = tl.sum(tl.where(owned, own[:, None] + shift[None, :] + 1, 0), 1) - 1
-        tl.store(remapped + at, found, mask=at < count)
+        below = _below(marks, before, one, is_class)
+        new_id = tl.sum(tl.where(owned, below[:, None] + shift[None, :] + 1, 0), 1) - 1
+        tl.store(remapped + at, new_id, mask=at < count)
 
 
 @triton.jit
@@ -244,8 +244,8 @@ def _chosen(known, place, base, classes, first, positives, wanted, key, steps):
     """Return classes of the sample by index: those of the batch, then others, then -1."""
     positive = place < positives
     other = (place >= positives) & (place < wanted)
-    own = tl.load(known + first + place, mask=positive, other=0).to(tl.int64) - base
+    class_id = tl.load(known + first + place, mask=positive, other=0).to(tl.int64) - base
     drawn = permuted(place - positives, other, key, classes - positives)
     low = place * 0 + first
     passed = _others_before(known, first + positives, drawn + base, low, steps) - first
-    return tl.where(positive, own, tl.where(other, drawn + passed, -1))
+    return tl.where(positive, class_id, tl.where(other, drawn + passed, -1))

@@ -73,8 +73,8 @@ def _fake(y: Tensor, weights: Tensor, *_: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, _, *given = inputs
-    Move(*given).save(ctx, y if ctx.needs_input_grad[1] else None)
+    y, _, *args = inputs
+    Move(*args).save(ctx, y if ctx.needs_input_grad[1] else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

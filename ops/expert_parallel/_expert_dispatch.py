@@ -100,10 +100,10 @@ def expert_dispatch(
             f"x.detach(), or leave quantize= away"
         )
     call: Any = _registered_op if traces or needs_grad or moves.is_on_host(ring_id) else _run
-    size, own = size_of(ring_id), None if scaled is None else scaled.detach()
+    size, x_scales = size_of(ring_id), None if scaled is None else scaled.detach()
     options = quantize == "fp8", on_overflow == "error", use_calc_stream
-    given = _Given(x, ids, own, active, ring_id, size, num_experts, capacity, *options)
-    rows, scales, chosen, positions, sources, row_weights, counts, demand = call(*given)
+    args = _Given(x, ids, x_scales, active, ring_id, size, num_experts, capacity, *options)
+    rows, scales, chosen, positions, sources, row_weights, counts, demand = call(*args)
     tables = chosen, positions, sources, row_weights
     handle = ExpertHandle(*tables, demand, scaled, active, num_experts, capacity, ring_id, size)
     return Dispatched(rows, counts, handle, scales if quantize else None)
@@ -133,28 +133,28 @@ class _Given(NamedTuple):
 
 
 def _run(*values: Any) -> tuple[Tensor, ...]:
-    given = _Given(*values)
-    ring, calc = sized(NAME, given.ring_id, given.size), given.use_calc_stream
-    choices, spec = given.checked(ring)
+    args = _Given(*values)
+    ring, calc = sized(NAME, args.ring_id, args.size), args.use_calc_stream
+    choices, spec = args.checked(ring)
     needs_result(ring, NAME)
-    rows, scales, tables, counts = calls.dispatch(ring, given.x, choices, spec, calc)
+    rows, scales, tables, counts = calls.dispatch(ring, args.x, choices, spec, calc)
     return rows, scales, *tables, *counts
 
 
 def _fake(*values: Any) -> tuple[Tensor, ...]:
-    given = _Given(*values)
-    choices, spec = given.checked(comm(given.ring_id))
-    rows, scales, tables, counts = calls.outputs(given.x, choices.ids, spec, given.size)
+    args = _Given(*values)
+    choices, spec = args.checked(comm(args.ring_id))
+    rows, scales, tables, counts = calls.outputs(args.x, choices.ids, spec, args.size)
     return rows, scales, *tables, *counts
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save what brings the gradients of the rows back."""
-    given = _Given(*inputs)
+    args = _Given(*inputs)
     ctx.mark_non_differentiable(*output[1:])
     tables = output[2], output[3], output[4], output[5]
-    numbers = given.ring_id, given.size, given.num_experts, given.capacity
-    Move(*tables, given.active, *numbers, given.use_calc_stream, weighted=False).save(ctx)
+    numbers = args.ring_id, args.size, args.num_experts, args.capacity
+    Move(*tables, args.active, *numbers, args.use_calc_stream, weighted=False).save(ctx)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -73,20 +73,20 @@ def check_once(
 
     The hosts wait for each other, at most the ring's timeout. No device takes part.
     """
-    known = _compared.setdefault(ring, set())
-    if (collective, *key) in known:
+    seen = _compared.setdefault(ring, set())
+    if (collective, *key) in seen:
         return
-    given = numbers()
+    entries = numbers()
     try:
-        rows = ring._hosts.exchange(_values(given), collective, "with new numbers")
+        rows = ring._hosts.exchange(_values(entries), collective, "with new numbers")
     except (CommTimeout, MismatchError) as error:
-        shown = ", ".join(number.given.format(_shown(number, number.value)) for number in given)
+        shown = ", ".join(number.given.format(_shown(number, number.value)) for number in entries)
         raise type(error)(
             f"{error}; on this rank it is the first {collective} where {shown}: ranks that have "
             f"made such a call do not wait for others; pass the same numbers on every rank"
         ) from error
-    _check_equal(ring, collective, given, rows)
-    known.add((collective, *key))
+    _check_equal(ring, collective, entries, rows)
+    seen.add((collective, *key))
 
 
 def _numbers(collective: str, spec: ExpertSpec) -> list[Number]:

@@ -52,15 +52,15 @@ def counted(
     size, count = size_of(ring_id), x.shape[0]
     own_rows, most = (capacity, count) if back else (count, capacity)
     call: Any = _tables if registered else _run
-    found = call(local_count, global_count, ring_id, size, own_rows, most, use_calc_stream, back)
-    tables = found[0], found[1], found[2], found[3]
+    outputs = call(local_count, global_count, ring_id, size, own_rows, most, use_calc_stream, back)
+    tables = outputs[0], outputs[1], outputs[2], outputs[3]
     experts = size  # every rank is one
     move = Move(*tables, None, ring_id, size, experts, most, use_calc_stream, weighted=False)
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
         call = moves.sums if registered else moves.combined
-        own: Tensor = call(x.unsqueeze(0), *move)
-        return own
+        result: Tensor = call(x.unsqueeze(0), *move)
+        return result
     call = moves.rows if registered else moves.scattered
     received: Tensor = call(x, *move)
     return received.squeeze(0)
@@ -120,9 +120,9 @@ def _run(
     limits, sent, expected = every.split([1, len(local_count), len(global_count)], 1)
     table = sendable(sent, limits).view(size, size, -1)
     with unwatched():
-        found = _found(limits, sent, expected, table, capacity)
+        report = _found(limits, sent, expected, table, capacity)
         describe = partial(_describe, COLLECTIVES[back])
-        ring._device_reports.note(COLLECTIVES[back], found, describe)
+        ring._device_reports.note(COLLECTIVES[back], report, describe)
     with enough_for_tables(ring, own_rows, capacity, back):
         sent_rows = _send_tables(table, ring.rank, own_rows, capacity)
         return sent_rows + _take_tables(table, ring.rank, capacity)
@@ -152,10 +152,10 @@ def enough_for_tables(
 
 def _check_numbers(ring: CommContext, count: int, capacity: int, back: bool) -> None:
     """Raise on every rank unless all ranks have as many counts and the same capacity."""
-    given = "x has {} rows on the ranks" if back else "capacity is {}"
+    template = "x has {} rows on the ranks" if back else "capacity is {}"
     numbers = (
         Number(count, "local_count has {} entries", _SAME, ShapeError),
-        Number(capacity, given, CAPACITY, ShapeError),
+        Number(capacity, template, CAPACITY, ShapeError),
     )
     check_once(ring, COLLECTIVES[back], (count, capacity), lambda: numbers)
 
@@ -187,10 +187,10 @@ def _send_tables(table: Tensor, rank: int, rows: int, capacity: int) -> tuple[Te
     owner, expert = block // experts, block % experts
     by_expert = table.permute(1, 2, 0).reshape(size, -1)  # of each receiver: expert, then sender
     starts = (by_expert.cumsum(1) - by_expert).view(size, experts, size)
-    place = starts[owner, expert, rank] + row - (ends - counts)[block]
-    used = (row < ends[-1]) & (place < capacity)
-    owner, place = (torch.where(used, number, -1).int()[:, None] for number in (owner, place))
-    return owner, place
+    slot = starts[owner, expert, rank] + row - (ends - counts)[block]
+    used = (row < ends[-1]) & (slot < capacity)
+    owner, slot = (torch.where(used, number, -1).int()[:, None] for number in (owner, slot))
+    return owner, slot
 
 
 def _take_tables(table: Tensor, rank: int, capacity: int) -> tuple[Tensor, Tensor]:
@@ -233,12 +233,12 @@ def _describe(name: str, identity: RingIdentity, numbers: list[int]) -> CommErro
     error = counts_error(prefix, identity.ring_id, sent.numpy(), expected.numpy())
     if error is not None:
         return error
-    own = [sum(counts) for counts in sent.flatten(1).tolist()]  # a tensor's sum may wrap around
+    sums = [sum(counts) for counts in sent.flatten(1).tolist()]  # a tensor's sum may wrap around
     taken = [sum(counts) for counts in sent.transpose(0, 1).flatten(1).tolist()]
     for rank in range(size):
-        if own[rank] > limits[rank]:
+        if sums[rank] > limits[rank]:
             return ShapeError(
-                f"{prefix}: local_count of rank {rank} adds up to {own[rank]} rows; expected at "
+                f"{prefix}: local_count of rank {rank} adds up to {sums[rank]} rows; expected at "
                 f"most {limits[rank]}, the rows that it has place for"
             )
     rank = max(range(size), key=lambda one: taken[one])

@@ -43,20 +43,20 @@ def dispatch(
     every = exchange.all_gather(chosen.counts)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
     positions = chosen.positions(before, spec.capacity)
-    own, count = _own_counts(ring, every), _rows(ring, spec)
+    my_counts, count = _own_counts(ring, every), _rows(ring, spec)
     columns = _columns(x, choices.weights, positions, chosen.owners, spec)
     received = exchange.to_owners(packed(columns), positions, chosen.owners, count)
     if spec.reports:  # after the last exchange: so every rank has made the same ones
         with unwatched():
-            found = overflow_of(every, spec.capacity)
-            ring._device_reports.note(_NAME, found, describe_overflow)
-    sources = row_sources(own, spec.capacity)
+            report = overflow_of(every, spec.capacity)
+            ring._device_reports.note(_NAME, report, describe_overflow)
+    sources = row_sources(my_counts, spec.capacity)
     meta, scales, rows = unpacked(picked(received, sources), columns)
     lines = torch.where((sources >= 0)[:, None], meta[:, :3], -1)
     lines = torch.cat([sources.int()[:, None], lines], 1)
     row_weights = meta[:, 3].contiguous().view(torch.float32)
     tables = ExpertTables(chosen.expert_ids, positions, lines, row_weights)
-    counts = ExpertCounts(own.sum(0).clamp(max=spec.capacity).int(), every.sum(0).int())
+    counts = ExpertCounts(my_counts.sum(0).clamp(max=spec.capacity).int(), every.sum(0).int())
     shape = count // spec.capacity, spec.capacity
     rows, scales = (part.view(*shape, part.shape[1]) for part in (rows, scales))
     return rows, scales, tables, counts

@@ -57,12 +57,12 @@ def _checked(
     back: bool,
 ) -> list[int]:
     """Check this rank's own arguments and return its counts, the local ones first."""
-    where = ring._describe(collective)
+    prefix = ring._describe(collective)
     check_tensor(ring, collective, "x", x)
     if x.dim() != 2:
-        raise ShapeError(f"{where}: x has shape {tuple(x.shape)}; expected [rows, width]")
+        raise ShapeError(f"{prefix}: x has shape {tuple(x.shape)}; expected [rows, width]")
     for role, counts in (("local_count", local_count), ("global_count", global_count)):
-        check_counts(ring, where, role, counts)
+        check_counts(ring, prefix, role, counts)
         check_readable(ring, collective, role, counts)
         if counts.device == ring.device and observers.captured():
             remedy = "pass capacity="
@@ -72,22 +72,22 @@ def _checked(
                     f"the capture"
                 )
             raise ArgumentError(
-                f"{where}: {role} is on {counts.device}, and a capture can't read it; {remedy}"
+                f"{prefix}: {role} is on {counts.device}, and a capture can't read it; {remedy}"
             )
     if len(local_count) != len(global_count):
         raise ShapeError(
-            f"{where}: local_count has {len(local_count)} entries, global_count "
+            f"{prefix}: local_count has {len(local_count)} entries, global_count "
             f"{len(global_count)}; expected experts * {ring.size} in both"
         )
     both = torch.stack([local_count, global_count.to(local_count.device)]).tolist()
     for role, counts in zip(("local_count", "global_count"), both, strict=True):
         if min(counts) < 0:
             at = next(i for i, count in enumerate(counts) if count < 0)
-            raise ArgumentError(f"{where}: {role}[{at}] is {counts[at]}; expected counts >= 0")
+            raise ArgumentError(f"{prefix}: {role}[{at}] is {counts[at]}; expected counts >= 0")
     role, total = ("global_count", sum(both[1])) if back else ("local_count", sum(both[0]))
     if total != len(x):
         raise ShapeError(
-            f"{where}: {role} adds up to {total} rows; x has shape {tuple(x.shape)}; expected one "
+            f"{prefix}: {role} adds up to {total} rows; x has shape {tuple(x.shape)}; expected one "
             f"count for each of its {len(x)} rows"
         )
     return [*both[0], *both[1]]

@@ -87,8 +87,8 @@ def fused_multi_transformer(
     if not torch.compiler.is_compiling():
         in_range = check_positions and not needs_op(x) and not sees_capture(x)
         norms = final_norm, final_norm_bias
-        given = layers, cache, number, config, start, rotary, attn_mask, norms
-        check_inputs(x, *given, read=in_range)
+        args = layers, cache, number, config, start, rotary, attn_mask, norms
+        check_inputs(x, *args, read=in_range)
         if not x.numel():
             return torch.empty_like(x)
     if number is None:

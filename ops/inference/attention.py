@@ -48,8 +48,8 @@ class Attention:
 
     def _seen(self, memory: Tensor, q: Tensor) -> Tensor:
         """Return one layer's keys or values of the sequences, 0 after the new tokens."""
-        found = self.cache.gathered(memory, q.shape[0])
-        return found if self.later is None else found.masked_fill(self.later, 0)
+        gathered = self.cache.gathered(memory, q.shape[0])
+        return gathered if self.later is None else gathered.masked_fill(self.later, 0)
 
 
 def prepare(

@@ -157,9 +157,9 @@ class Checks:
                 name = f"cache.{role}[{number}]"
                 other = seen.setdefault(memory.data_ptr(), name)
                 if other != name or overlaps_itself(memory):
-                    what = "itself, as an expanded tensor" if other == name else other
+                    label = "itself, as an expanded tensor" if other == name else other
                     raise ArgumentError(
-                        f"{self.where}: {name} shares memory with {what}; expected separate "
+                        f"{self.where}: {name} shares memory with {label}; expected separate "
                         f"memory, because the call writes to it; pass ContiguousCache.zeros(...)"
                     )
 
@@ -179,7 +179,7 @@ class Checks:
         heads = self.config.local_heads(self.size)
         wanted = (count, heads, length, most)
         fits = len(shape) == 4 and all(
-            given in (1, limit) for given, limit in zip(shape[:3], wanted, strict=False)
+            size in (1, limit) for size, limit in zip(shape[:3], wanted, strict=False)
         )
         keys = fits and (shape[3] == most or (not begins and length <= shape[3] <= most))
         if isinstance(mask, Tensor) and not keys:
@@ -189,8 +189,8 @@ class Checks:
                 f"the cache, {length} to {most} keys"
             )
         is_tensor = isinstance(mask, Tensor)
-        known = is_tensor and (mask.dtype is torch.bool or mask.is_floating_point())
-        self.tensor("attn_mask", mask, shape, mask.dtype if known else torch.bool)
+        valid = is_tensor and (mask.dtype is torch.bool or mask.is_floating_point())
+        self.tensor("attn_mask", mask, shape, mask.dtype if valid else torch.bool)
 
     def rotary(self, rotary: Rotary | TokenRotary | None, capacity: int) -> None:
         """Raise for tables that do not reach every position of the cache."""

@@ -49,12 +49,12 @@ class DecoderConfig:
                 f"DecoderConfig: heads={self.heads} with kv_heads={self.kv_heads}; expected a "
                 f"divisor of heads; pass kv_heads={math.gcd(self.heads, self.kv_heads)}"
             )
-        for name, known in (("norm", ("rms", "layer")), ("activation", ACTIVATIONS)):
+        for name, choices in (("norm", ("rms", "layer")), ("activation", ACTIVATIONS)):
             value = getattr(self, name)
-            if not isinstance(value, str) or value not in known:
+            if not isinstance(value, str) or value not in choices:
                 raise ArgumentError(
                     f"DecoderConfig: {name}={value!r}; expected one of "
-                    f"{', '.join(known)}; pass {name}={known[0]!r}"
+                    f"{', '.join(choices)}; pass {name}={choices[0]!r}"
                 )
         is_number = isinstance(self.eps, (int, float)) and not isinstance(self.eps, bool)
         if not is_number or not 0 <= self.eps < math.inf:

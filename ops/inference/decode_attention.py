@@ -42,9 +42,9 @@ class DecodeAttention:
             )
         call: Any = _registered_op if is_traced() else _run
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        given = self.positions, self.table, self.cos, self.sin
-        found: Tensor = call(qkv, keys, values, *given, heads)
-        return found
+        args = self.positions, self.table, self.cos, self.sin
+        result: Tensor = call(qkv, keys, values, *args, heads)
+        return result
 
 
 def decode_attention(

@@ -51,7 +51,7 @@ def attend(
     most = MOST_SPANS if count <= FEW_SEQUENCES else FEW_SPANS
     span = max(BLOCK, triton.next_power_of_2(triton.cdiv(capacity, most)))
     spans = triton.cdiv(capacity, span)
-    found = torch.empty((count, heads, spans, width), dtype=torch.float32, device=qkv.device)
+    partial = torch.empty((count, heads, spans, width), dtype=torch.float32, device=qkv.device)
     tops = torch.empty((count, heads, spans), dtype=torch.float32, device=qkv.device)
     sums, group = torch.empty_like(tops), heads // kv_heads
     tokens = keys, values, positions, table, 0 if table is None else table.stride(0), keys.shape[1]
@@ -60,11 +60,11 @@ def attend(
     shape: dict[str, int] = {"GROUP": group, "ROWS": rows, "WIDTH": width, "SPAN": span}
     with torch.cuda.device_of(qkv):
         _attend[(count, kv_heads, spans)](
-            qkv, *tokens, *(rotary or (None, None)), found, tops, sums, *sizes, **shape,
+            qkv, *tokens, *(rotary or (None, None)), partial, tops, sums, *sizes, **shape,
             STEP=BLOCK, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         _add_up[(count * heads,)](
-            found, tops, sums, positions, out, heads, spans,
+            partial, tops, sums, positions, out, heads, spans,
             WIDTH=width, SPAN=span, SPANS=triton.next_power_of_2(spans), num_warps=1,
         )  # fmt: skip
 
@@ -102,13 +102,13 @@ def _new_token(
     """Return a group of query heads and its new key, as two halves each, and its new value."""
     HALF: tl.constexpr = WIDTH // 2
     half, member = tl.arange(0, HALF), tl.arange(0, ROWS)
-    given = qkv + sequence.to(tl.int64) * (heads + 2 * kv_heads) * WIDTH
-    query = given + (head * GROUP + member)[:, None] * WIDTH + half[None, :]
+    base = qkv + sequence.to(tl.int64) * (heads + 2 * kv_heads) * WIDTH
+    query = base + (head * GROUP + member)[:, None] * WIDTH + half[None, :]
     q1 = tl.load(query, mask=(member < GROUP)[:, None], other=0.0)
     q2 = tl.load(query + HALF, mask=(member < GROUP)[:, None], other=0.0)
-    key = given + (heads + head) * WIDTH + half
+    key = base + (heads + head) * WIDTH + half
     k1, k2 = tl.load(key), tl.load(key + HALF)
-    value = tl.load(given + (heads + kv_heads + head) * WIDTH + tl.arange(0, WIDTH))
+    value = tl.load(base + (heads + kv_heads + head) * WIDTH + tl.arange(0, WIDTH))
     if cos is not None:
         c, s = tl.load(cos + sequence * HALF + half), tl.load(sin + sequence * HALF + half)
         q1, q2 = _turned(q1, q2, c[None, :], s[None, :])
@@ -120,10 +120,10 @@ def _new_token(
 def _block(keys, values, place, earlier, is_new, k1, k2, value, WIDTH: tl.constexpr):
     """Return a block of keys, as two halves, and of values; the new token is not in the cache."""
     HALF: tl.constexpr = WIDTH // 2
-    half, whole = place[:, None] + tl.arange(0, HALF)[None, :], tl.arange(0, WIDTH)
+    half, column = place[:, None] + tl.arange(0, HALF)[None, :], tl.arange(0, WIDTH)
     a = tl.load(keys + half, mask=earlier[:, None], other=0.0)
     b = tl.load(keys + HALF + half, mask=earlier[:, None], other=0.0)
-    x = tl.load(values + place[:, None] + whole[None, :], mask=earlier[:, None], other=0.0)
+    x = tl.load(values + place[:, None] + column[None, :], mask=earlier[:, None], other=0.0)
     a = tl.where(is_new[:, None], k1[None, :], a)
     b = tl.where(is_new[:, None], k2[None, :], b)
     return a, b, tl.where(is_new[:, None], value[None, :], x)
@@ -156,7 +156,7 @@ def _attend(
     sequence, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position, begin = tl.load(positions + sequence), span * SPAN
     if begin <= position:
-        whole, member = tl.arange(0, WIDTH), tl.arange(0, ROWS)
+        column, member = tl.arange(0, WIDTH), tl.arange(0, ROWS)
         q1, q2, k1, k2, v = _new_token(
             qkv, cos, sin, sequence, head, heads, kv_heads, GROUP, ROWS, WIDTH
         )
@@ -165,14 +165,14 @@ def _attend(
             half = (token * kv_heads + head) * WIDTH + tl.arange(0, WIDTH // 2)
             tl.store(keys + half, k1)
             tl.store(keys + half + WIDTH // 2, k2)
-            tl.store(values + (token * kv_heads + head) * WIDTH + whole, v)
+            tl.store(values + (token * kv_heads + head) * WIDTH + column, v)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total, y = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
         for start in range(begin, tl.minimum(begin + SPAN, position + 1), STEP):
             at = start + tl.arange(0, STEP)
             token = _token(table, sequence, stride, length, at, at <= position)
-            place = (token * kv_heads + head) * WIDTH
-            a, b, x = _block(keys, values, place, at < position, at == position, k1, k2, v, WIDTH)
+            offset = (token * kv_heads + head) * WIDTH
+            a, b, x = _block(keys, values, offset, at < position, at == position, k1, k2, v, WIDTH)
             score = tl.dot(q2, b.T, tl.dot(q1, a.T)) * scale
             score = tl.where((at <= position)[None, :], score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, 1))
@@ -182,8 +182,8 @@ def _attend(
         row = (sequence.to(tl.int64) * heads + head * GROUP + member) * spans + span
         tl.store(tops + row, top, mask=member < GROUP)
         tl.store(sums + row, total, mask=member < GROUP)
-        there = (member < GROUP)[:, None]
-        tl.store(found + row[:, None] * WIDTH + whole[None, :], y, mask=there)
+        in_group = (member < GROUP)[:, None]
+        tl.store(found + row[:, None] * WIDTH + column[None, :], y, mask=in_group)
 
 
 @triton.jit
@@ -201,11 +201,11 @@ def _add_up(
 ):
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row // heads)
-    span, whole = tl.arange(0, SPANS), tl.arange(0, WIDTH)
+    span, column = tl.arange(0, SPANS), tl.arange(0, WIDTH)
     is_used = span <= position // SPAN
     top = tl.load(tops + row * spans + span, mask=is_used, other=float("-inf"))
     factor = tl.exp2(top - tl.max(top, 0))
     total = tl.sum(tl.load(sums + row * spans + span, mask=is_used, other=0.0) * factor, 0)
-    at = (row * spans + span)[:, None] * WIDTH + whole[None, :]
+    at = (row * spans + span)[:, None] * WIDTH + column[None, :]
     y = tl.sum(tl.load(found + at, mask=is_used[:, None], other=0.0) * factor[:, None], 0)
-    tl.store(out + row * WIDTH + whole, (y / total).to(out.dtype.element_ty))
+    tl.store(out + row * WIDTH + column, (y / total).to(out.dtype.element_ty))

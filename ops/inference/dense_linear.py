@@ -34,8 +34,8 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     large = weight.dtype is x.dtype and weight.numel() * weight.itemsize >= LEAST_BYTES
     if large and may_take_kernel(MOST_ROWS, x, weight, bias) and weight.is_contiguous():
         call: Any = _registered_op if is_traced() else _run
-        found: Tensor = call(x, weight, bias)
-        return found
+        result: Tensor = call(x, weight, bias)
+        return result
     return F.linear(x, weight, bias)
 
 

@@ -18,8 +18,8 @@ def gated_silu(x: Tensor) -> Tensor:
     """Return silu(x[..., :n]) * x[..., n:], where ``x`` has 2 * n columns; both are rounded."""
     if may_take_kernel(MOST_ROWS, x) and has_triton():
         call: Any = _registered_op if is_traced() else _run
-        found: Tensor = call(x)
-        return found
+        result: Tensor = call(x)
+        return result
     return _composed(x)
 
 

@@ -196,8 +196,8 @@ class PagedCache:
             Bools [B, S].
         """
         rows = self.table[: positions.shape[0]].long()
-        found = rows.gather(1, positions // self.page_size)
-        return ~self._is_page(found) & self._is_page(rows[:, :1])
+        pages = rows.gather(1, positions // self.page_size)
+        return ~self._is_page(pages) & self._is_page(rows[:, :1])
 
     def _is_page(self, numbers: Tensor) -> Tensor:
         return (numbers >= 0) & (numbers < self.pages)

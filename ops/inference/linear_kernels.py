@@ -81,20 +81,20 @@ def _dense(
     """Outputs are the rows of the product: a weight goes from shared memory to the tensor cores."""
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    given, exists = row < rows, output < outputs
-    place = tl.arange(0, INPUTS)
-    x_at = x + row[:, None] * inputs + place[None, :]
-    weight_at = weight + output[:, None].to(tl.int64) * inputs + place[None, :]
+    row_mask, exists = row < rows, output < outputs
+    index = tl.arange(0, INPUTS)
+    x_at = x + row[:, None] * inputs + index[None, :]
+    weight_at = weight + output[:, None].to(tl.int64) * inputs + index[None, :]
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, inputs, INPUTS):
-        there = place < inputs - start
-        part = tl.load(x_at + start, mask=given[:, None] & there[None, :], other=0.0)
-        value = tl.load(weight_at + start, mask=exists[:, None] & there[None, :], other=0.0)
+        k_mask = index < inputs - start
+        part = tl.load(x_at + start, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        value = tl.load(weight_at + start, mask=exists[:, None] & k_mask[None, :], other=0.0)
         total = tl.dot(value, part.T, total)
     if bias is not None:
         total += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)[:, None]
     at = out + row[None, :] * outputs + output[:, None]
-    tl.store(at, total.to(out.dtype.element_ty), mask=given[None, :] & exists[:, None])
+    tl.store(at, total.to(out.dtype.element_ty), mask=row_mask[None, :] & exists[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -113,18 +113,18 @@ def _quantized(
 ):
     row = tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    given, exists = row < rows, output < outputs
-    place = tl.arange(0, INPUTS)
-    x_at = x + row[:, None] * inputs + place[None, :]
-    value_at = values + output[:, None].to(tl.int64) * inputs + place[None, :]
+    row_mask, exists = row < rows, output < outputs
+    index = tl.arange(0, INPUTS)
+    x_at = x + row[:, None] * inputs + index[None, :]
+    value_at = values + output[:, None].to(tl.int64) * inputs + index[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, inputs, INPUTS):
-        there = place < inputs - start
-        part = tl.load(x_at + start, mask=given[:, None] & there[None, :], other=0.0)
-        value = tl.load(value_at + start, mask=exists[:, None] & there[None, :], other=0.0)
+        k_mask = index < inputs - start
+        part = tl.load(x_at + start, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+        value = tl.load(value_at + start, mask=exists[:, None] & k_mask[None, :], other=0.0)
         total = tl.dot(part, value.to(part.dtype).T, total)
     y = total * tl.load(scales + output, mask=exists, other=0.0)[None, :]
     if bias is not None:
         y += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)[None, :]
     at = out + row[:, None] * outputs + output[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=given[:, None] & exists[None, :])
+    tl.store(at, y.to(out.dtype.element_ty), mask=row_mask[:, None] & exists[None, :])

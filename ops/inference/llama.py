@@ -76,11 +76,11 @@ class Llama:
         """
         _check_split(ring, config, vocabulary)
         draw = RandomWeights(ring.device, dtype, seed)
-        whole = (draw.layer(config, number) for number in track(range(layers)))
+        unsharded = (draw.layer(config, number) for number in track(range(layers)))
         return cls(
             ring,
             config,
-            layers=tuple(layer.shard(config, ring.rank, ring.size) for layer in whole),
+            layers=tuple(layer.shard(config, ring.rank, ring.size) for layer in unsharded),
             embedding=draw.matrix(0, vocabulary, config.hidden) * math.sqrt(config.hidden),
             final_norm=torch.ones(config.hidden, dtype=dtype, device=ring.device),
             head=_rows(draw.matrix(1, vocabulary, config.hidden), ring),
@@ -111,11 +111,11 @@ class Llama:
         tied = about.get("tie_word_embeddings")
         rope = about.get("rope_parameters") or about.get("rope_scaling") or {}
         theta = rope.get("rope_theta", about.get("rope_theta", 10_000.0))
-        whole = (files.layer(number) for number in track(range(about["num_hidden_layers"])))
+        unsharded = (files.layer(number) for number in track(range(about["num_hidden_layers"])))
         return cls(
             ring,
             config,
-            layers=tuple(layer.shard(config, ring.rank, ring.size) for layer in whole),
+            layers=tuple(layer.shard(config, ring.rank, ring.size) for layer in unsharded),
             embedding=embedding,
             final_norm=files.whole("model.norm.weight"),
             head=_rows(embedding if tied else files.whole("lm_head.weight"), ring),

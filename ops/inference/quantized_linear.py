@@ -34,8 +34,8 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
     """
     if may_take_kernel(MOST_ROWS, x, values, scales, bias):
         call: Any = _registered_op if is_traced() else _run
-        found: Tensor = call(x, values, scales, bias)
-        return found
+        result: Tensor = call(x, values, scales, bias)
+        return result
     return _converted(x, values, scales, bias)
 
 

@@ -139,8 +139,8 @@ def rotary_tables(
 
 
 def _check(head_dim: int, positions: int, theta: float) -> None:
-    whole = {"head_dim": head_dim, "positions": positions}
-    for name, value in whole.items():
+    integers = {"head_dim": head_dim, "positions": positions}
+    for name, value in integers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ArgumentError(
                 f"rotary_tables: {name}={value!r}; expected an integer from 0 on; pass "
@@ -191,7 +191,7 @@ def _scaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
             f"rotary_tables: low_freq_factor and high_freq_factor are {low}; expected two "
             f"numbers; pass the scaling of the model's config"
         )
-    whole = _number(scaling, "original_max_position_embeddings")
-    turns = frequencies * (whole / (2 * torch.pi))
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / _number(scaling, "factor"))
+    old_len = _number(scaling, "original_max_position_embeddings")
+    turns = frequencies * (old_len / (2 * torch.pi))
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (smooth + (1 - smooth) / _number(scaling, "factor"))

@@ -40,9 +40,9 @@ class RandomWeights:
     def layer(self, config: DecoderConfig, number: int) -> DecoderLayer:
         """Return a whole layer."""
         weights = {}
-        for place, (name, shape) in enumerate(DecoderLayer.shapes(config).items()):
+        for index, (name, shape) in enumerate(DecoderLayer.shapes(config).items()):
             if len(shape) == 2:
-                weights[name] = self.matrix(100 * (number + 1) + place, *shape)
+                weights[name] = self.matrix(100 * (number + 1) + index, *shape)
             elif not name.endswith("bias"):
                 weights[name] = torch.ones(shape, dtype=self.dtype, device=self.device)
         return DecoderLayer(**weights)

@@ -167,10 +167,10 @@ class _Part:
             return None
         heads, kv_heads = self.config.heads, self.config.kv_heads
         rows = whole.view(heads + 2 * kv_heads, self.config.head_dim, *whole.shape[1:])
-        own, own_kv = self.config.local_heads(self.size), self.config.local_kv_heads(self.size)
+        own_q, own_kv = self.config.local_heads(self.size), self.config.local_kv_heads(self.size)
         first = self.rank * kv_heads // self.size  # several ranks may share a key head
-        starts = (self.rank * own, heads + first, heads + kv_heads + first)
-        counts = (own, own_kv, own_kv)
+        starts = (self.rank * own_q, heads + first, heads + kv_heads + first)
+        counts = (own_q, own_kv, own_kv)
         parts = [rows[at : at + count] for at, count in zip(starts, counts, strict=True)]
         return torch.cat(parts).flatten(0, 1)
 

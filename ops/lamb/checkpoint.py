@@ -33,10 +33,10 @@ def gathered(parts: Sequence[Part], rings: LambRings, order: Sequence[int], step
     for part in parts:
         for name, shard in names(part).items():
             flat = shard.new_empty(part.layout.numel)
-            own = part.layout.shard(part.rank)
-            flat[own] = shard
-            for place, view in enumerate(part.views(rings.gather(flat, own))):
-                state[order[part.first + place]][name] = view.to("cpu", copy=True)
+            span = part.layout.shard(part.rank)
+            flat[span] = shard
+            for index, view in enumerate(part.views(rings.gather(flat, span))):
+                state[order[part.first + index]][name] = view.to("cpu", copy=True)
     return state
 
 
@@ -45,6 +45,6 @@ def load(parts: Sequence[Part], order: Sequence[int], state: Mapping[int, Any]) 
     for part in parts:
         for name, shard in names(part).items():
             flat = torch.zeros(part.layout.numel, dtype=shard.dtype)
-            for place, view in enumerate(part.views(flat)):
-                view.copy_(state[order[part.first + place]][name])
+            for index, view in enumerate(part.views(flat)):
+                view.copy_(state[order[part.first + index]][name])
             shard.copy_(flat[part.layout.shard(part.rank)])

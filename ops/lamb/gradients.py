@@ -48,14 +48,14 @@ class Gradients:
         Raises:
             ArgumentError: No parameter has a gradient, or one is sparse.
         """
-        given = [p.grad for part in self._parts for p in part.params if p.grad is not None]
+        grads = [p.grad for part in self._parts for p in part.params if p.grad is not None]
         prefix = self._rings.ring._describe(NAME)
-        if not given:
+        if not grads:
             raise ArgumentError(
                 f"{prefix}: no parameter has a gradient; expected one or more; call "
                 f"loss.backward() first"
             )
-        for grad in given:
+        for grad in grads:
             if grad.layout is not torch.strided:
                 raise ArgumentError(
                     f"{prefix}: a gradient of shape {tuple(grad.shape)} has {grad.layout}; "
@@ -80,10 +80,10 @@ class Gradients:
             suspect: [1] above 0 if this rank knows why the step must be skipped.
         """
         rings, settings = self._rings, self._settings
-        known = self.zero if suspect is None else suspect
+        invalid = self.zero if suspect is None else suspect
         if scale is not None:
             valid = (scale > 0) & scale.isfinite()
-            known, scale = known + ~valid, torch.where(valid, scale, self.one)
+            invalid, scale = invalid + ~valid, torch.where(valid, scale, self.one)
         scale = self._common_scale(scale)
         clips = settings.max_grad_norm > 0
         if clips and not settings.clip_after_allreduce:
@@ -93,14 +93,14 @@ class Gradients:
         ]
         clips = clips and settings.clip_after_allreduce
         square = _square(shards) if clips else _not_finite(shards)
-        square, known = rings.total(torch.cat([square, rings.any(known)])).split(1)
+        square, invalid = rings.total(torch.cat([square, rings.any(invalid)])).split(1)
         factor = 1 / scale
         if not settings.is_grad_scaled_by_nranks:
             factor = factor / rings.ring.size
         if clips:
             limit = settings.max_grad_norm / (square.sqrt() * factor + _TINY)
             factor = factor * limit.clamp(max=1)
-        return Reduced(shards, factor, ~(square + known).isfinite() | (known > 0))
+        return Reduced(shards, factor, ~(square + invalid).isfinite() | (invalid > 0))
 
     def _common_scale(self, scale: Tensor | None) -> Tensor:
         """Bring this rank's gradients to the smallest scale of all ranks, over their number.

@@ -151,9 +151,9 @@ def _moments(
     direction_sum = tl.zeros((BLOCK,), tl.float32)
     if tl.load(skip) == 0:
         for begin in range(0, count, BLOCK):
-            place = begin + tl.arange(0, BLOCK)
-            inside = place < count
-            at = start + place
+            index = begin + tl.arange(0, BLOCK)
+            inside = index < count
+            at = start + index
             g = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * scale
             mean = tl.load(means + at, mask=inside, other=0.0) * beta1 + g * rest1
             square = tl.load(squares + at, mask=inside, other=0.0) * beta2 + g * g * rest2
@@ -176,10 +176,10 @@ def _norms(sums, firsts, norms, first_parameter, BLOCK: tl.constexpr):
     weight_sum = tl.zeros((BLOCK,), tl.float32)
     direction_sum = tl.zeros((BLOCK,), tl.float32)
     for piece in range(begin, end, BLOCK):
-        place = piece + tl.arange(0, BLOCK)
-        inside = place < end
-        weight_sum += tl.load(sums + 2 * place, mask=inside, other=0.0)
-        direction_sum += tl.load(sums + 2 * place + 1, mask=inside, other=0.0)
+        index = piece + tl.arange(0, BLOCK)
+        inside = index < end
+        weight_sum += tl.load(sums + 2 * index, mask=inside, other=0.0)
+        direction_sum += tl.load(sums + 2 * index + 1, mask=inside, other=0.0)
     row = norms + 2 * (first_parameter + parameter)
     tl.store(row, tl.sum(weight_sum, 0))
     tl.store(row + 1, tl.sum(direction_sum, 0))
@@ -211,9 +211,9 @@ def _weights(
         first = tl.load(factors + 1)
         second = tl.load(factors + 2)
         for begin in range(0, count, BLOCK):
-            place = begin + tl.arange(0, BLOCK)
-            inside = place < count
-            at = start + place
+            index = begin + tl.arange(0, BLOCK)
+            inside = index < count
+            at = start + index
             mean = tl.load(means + at, mask=inside, other=0.0)
             square = tl.load(squares + at, mask=inside, other=0.0)
             weight = tl.load(weights + at, mask=inside, other=0.0)

@@ -55,11 +55,11 @@ class LambRings:
         """
         if self.cross is None:
             return
-        found = [positions[self.ring.ranks.index(member)] for member in self.cross.ranks]
-        if len({*found}) > 1:
+        shards = [positions[self.ring.ranks.index(member)] for member in self.cross.ranks]
+        if len({*shards}) > 1:
             raise ArgumentError(
                 f"{self.ring._describe(NAME)}: cross_ring is ring {self.cross.ring_id} of ranks "
-                f"{list(self.cross.ranks)}, whose positions in their shard rings are {found}; "
+                f"{list(self.cross.ranks)}, whose positions in their shard rings are {shards}; "
                 f"expected one position; pass a ring of the ranks with the same position"
             )
 

@@ -46,14 +46,14 @@ class Layout:
 
     def segments(self, rank: int) -> list[Segment]:
         """Return the parameters' parts in the shard of position ``rank``, in their order."""
-        own = self.shard(rank)
-        found = []
+        span = self.shard(rank)
+        segments = []
         for parameter, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
-            first = max(start, own.start)
-            end = min(start + _rounded(count, ALIGNMENT), own.stop)
+            first = max(start, span.start)
+            end = min(start + _rounded(count, ALIGNMENT), span.stop)
             if first < end:
-                found.append(Segment(parameter, first - own.start, end - first))
-        return found
+                segments.append(Segment(parameter, first - span.start, end - first))
+        return segments
 
 
 def pieces(segments: Sequence[Segment]) -> list[Segment]:

@@ -96,7 +96,7 @@ class DistributedFusedLamb(torch.optim.Optimizer):
         """
         self._microbatches, self._has_buffers = 0, False
         ring = self._ring = comm(ring_number(NAME, ring_id))
-        where, defaults = ring._describe(NAME), {"lr": lr, "betas": betas, "eps": eps}
+        prefix, defaults = ring._describe(NAME), {"lr": lr, "betas": betas, "eps": eps}
         settings = self._settings = Settings(
             0.0 if max_grad_norm is None else max_grad_norm,
             clip_after_allreduce,
@@ -106,7 +106,7 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             use_master_param_norm,
         )
         with refuse_together(ring, NAME):
-            settings.check(where)
+            settings.check(prefix)
             rings = LambRings(ring, shard_ring, cross_ring)
             rings.check()
             self._set_groups(params, {**defaults, "weight_decay": weight_decay})
@@ -248,10 +248,10 @@ class DistributedFusedLamb(torch.optim.Optimizer):
                 f"{len(self._sharded.order)} parameters and can't grow; expected all parameters in "
                 f"the constructor; create a new optimizer with all of them"
             )
-        where, number = self._ring._describe(NAME), len(self.param_groups)
-        check_new_group(where, param_group)
+        prefix, number = self._ring._describe(NAME), len(self.param_groups)
+        check_new_group(prefix, param_group)
         super().add_param_group(param_group)
-        check_group(where, number, self.param_groups[number])
+        check_group(prefix, number, self.param_groups[number])
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy: buffers and rings belong to this process."""

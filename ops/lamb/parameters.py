@@ -40,9 +40,9 @@ def check_params(
     check_distinct(prefix, params)
     low = {p.dtype: number for number, p in enumerate(params) if p.dtype in LOW}
     if len(low) > 1:
-        given = ", ".join(f"parameter {number} is {dtype}" for dtype, number in low.items())
+        dtypes = ", ".join(f"parameter {number} is {dtype}" for dtype, number in low.items())
         raise DtypeError(
-            f"{prefix}: {given}; expected one 16-bit dtype; cast the model to one of them"
+            f"{prefix}: {dtypes}; expected one 16-bit dtype; cast the model to one of them"
         )
     common_moments(prefix, groups)
     return _decayed(prefix, params, exclude)
@@ -74,25 +74,25 @@ def check_distinct(where: str, params: Sequence[Any]) -> None:
         params: Parameters, or pairs of name and parameter.
     """
     seen = dict[tuple[str, int], int]()
-    for number, given in enumerate(params):
-        param = given[1] if isinstance(given, tuple) and len(given) == 2 else given
+    for number, item in enumerate(params):
+        param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
         if not isinstance(param, torch.Tensor):
             continue  # torch refuses it
         keys = [("the same as", id(param))]
         keys += [("in the memory of", param.data_ptr())] if has_memory(param) else []
-        for how, key in keys:
-            first = seen.setdefault((how, key), number)
-            if first != number and (key or how == "the same as"):
+        for kind, key in keys:
+            first = seen.setdefault((kind, key), number)
+            if first != number and (key or kind == "the same as"):
                 raise ArgumentError(
-                    f"{where}: parameter {number} is {how} parameter {first}; expected each once; "
+                    f"{where}: parameter {number} is {kind} parameter {first}; expected each once; "
                     f"pass list(dict.fromkeys(params)), or untie them"
                 )
 
 
 def check_new_group(where: str, group: Any) -> None:
     """Raise ``ArgumentError`` for a parameter that occurs twice; torch only warns."""
-    given = group["params"] if isinstance(group, Mapping) else None
-    check_distinct(where, given if isinstance(given, list | tuple) else [])
+    params = group["params"] if isinstance(group, Mapping) else None
+    check_distinct(where, params if isinstance(params, list | tuple) else [])
 
 
 def _decayed(
@@ -105,17 +105,17 @@ def _decayed(
     """
     if exclude is None:
         return [True] * len(params)
-    found = list[bool]()
+    decayed = list[bool]()
     for number, param in enumerate(params):
         try:
-            found.append(not exclude(param))
+            decayed.append(not exclude(param))
         except Exception as error:
             raise ArgumentError(
                 f"{where}: exclude_from_weight_decay raised {type(error).__name__} for parameter "
                 f"{number}: {error}; expected a function that returns True or False; pass one, or "
                 f"None"
             ) from error
-    return found
+    return decayed
 
 
 def keep_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Any]) -> None:

@@ -62,18 +62,18 @@ class Part:
         self._addresses = [view.data_ptr() for view in places]
         self._gradient_addresses = [view.data_ptr() for view in self._gradient_views]
         self.attach_gradients()
-        own = self.values[self.layout.shard(rank)]
-        is_low = own.dtype is not torch.float32
-        self.copy = own if is_low else None
-        self.weights = own.float() if is_low else own
+        shard = self.values[self.layout.shard(rank)]
+        is_low = shard.dtype is not torch.float32
+        self.copy = shard if is_low else None
+        self.weights = shard.float() if is_low else shard
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.weights) for _ in range(2))
         self.segments = self.layout.segments(rank)
         cut = pieces(self.segments)
         rows = [[start, length, first + parameter] for parameter, start, length in cut]
         owners = torch.tensor([piece.parameter for piece in cut], dtype=torch.int64)
         firsts = torch.searchsorted(owners, torch.arange(len(self.params) + 1))
-        self.pieces = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(own.device)
-        self.firsts = firsts.to(own.device)
+        self.pieces = torch.tensor(rows, dtype=torch.int64).view(-1, 3).to(shard.device)
+        self.firsts = firsts.to(shard.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the place of every parameter in ``flat`` [numel], in the parameter's shape."""
@@ -109,8 +109,8 @@ class Part:
             view.copy_(param.detach())
             param.data = view
         if detached and self.copy is not None:
-            kept = self.weights.to(self.copy.dtype) == self.copy
-            self.weights.copy_(torch.where(kept, self.weights, self.copy.float()))
+            unchanged = self.weights.to(self.copy.dtype) == self.copy
+            self.weights.copy_(torch.where(unchanged, self.weights, self.copy.float()))
 
     def attach_gradients(self) -> None:
         """Make the gradients views of the flat buffer; a backward then adds to it."""
@@ -160,17 +160,17 @@ def make_parts(
     """
     order, parts = list[int](), list[Part]()
     for low in (False, True):
-        own = [n for n, p in enumerate(listed) if (p.dtype is not torch.float32) == low]
-        if not own:
+        indices = [n for n, p in enumerate(listed) if (p.dtype is not torch.float32) == low]
+        if not indices:
             continue
-        dtype = torch.float32 if in_float32 else listed[own[0]].dtype
+        dtype = torch.float32 if in_float32 else listed[indices[0]].dtype
         part = Part(
-            [listed[n] for n in own],
+            [listed[n] for n in indices],
             first=len(order),
             shards=shards,
             rank=rank,
             sum_dtype=dtype if accumulates else None,
         )
-        order += own
+        order += indices
         parts.append(part)
     return order, parts

@@ -77,15 +77,15 @@ def common_moments(
     Raises:
         ArgumentError: Two groups differ.
     """
-    found = [(tuple(map(float, group["betas"])), float(group["eps"])) for group in groups]
-    for number, (betas, eps) in enumerate(found):
-        if (betas, eps) != found[0]:
+    pairs = [(tuple(map(float, group["betas"])), float(group["eps"])) for group in groups]
+    for number, (betas, eps) in enumerate(pairs):
+        if (betas, eps) != pairs[0]:
             raise ArgumentError(
                 f"{where}: group {number} has betas={betas}, eps={eps}; expected "
-                f"betas={found[0][0]}, eps={found[0][1]} of group 0, because all parameters share "
+                f"betas={pairs[0][0]}, eps={pairs[0][1]} of group 0, because all parameters share "
                 f"them; create one optimizer per setting"
             )
-    (first, second), eps = found[0]
+    (first, second), eps = pairs[0]
     return (first, second), eps
 
 
@@ -117,15 +117,15 @@ def group_facts(groups: Sequence[Mapping[str, Any]]) -> list[Fact]:
     The number of groups comes first, because the others are compared by their position.
     """
     sizes = hash(tuple(len(group["params"]) for group in groups))
-    found = [Fact("number of parameter groups", len(groups)), Fact("hash of their sizes", sizes)]
+    facts = [Fact("number of parameter groups", len(groups)), Fact("hash of their sizes", sizes)]
     for number, group in enumerate(groups):
         for name in ("lr", "weight_decay"):
             # float32, as the step takes it: a tensor and a number may have the same value.
             value = torch.tensor(float(group[name]), dtype=torch.float32).item()
-            found.append(Fact(f"{name} of group {number}", value))
+            facts.append(Fact(f"{name} of group {number}", value))
         moments = (*group["betas"], group["eps"])
-        found += [Fact("betas and eps", float(value)) for value in moments]
-    return found
+        facts += [Fact("betas and eps", float(value)) for value in moments]
+    return facts
 
 
 def _check(where: str, name: str, given: object, expected: str, valid: bool) -> None:

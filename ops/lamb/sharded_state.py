@@ -122,15 +122,15 @@ class ShardedState:
 
     def _numbers(self, groups: Groups, found_inf: Any) -> "_Numbers":
         """Return rates and moments of a step, and [1] above 0 if a rate in a tensor is invalid."""
-        found = {name: self._per_parameter(groups, name) for name in ("lr", "weight_decay")}
+        rates = {name: self._per_parameter(groups, name) for name in ("lr", "weight_decay")}
         suspect = self._one_number(found_inf)
-        for name, values in found.items():
+        for name, values in rates.items():
             if any(isinstance(group[name], Tensor) for group in groups):
                 bad = ~((values >= 0) & values.isfinite()).all()
                 suspect = bad.float().view(1) if suspect is None else suspect + bad
-        decays = found["weight_decay"] * self._with_decay
+        decays = rates["weight_decay"] * self._with_decay
         betas, eps = common_moments(NAME, groups)
-        return _Numbers(found["lr"], decays, betas, eps, suspect)
+        return _Numbers(rates["lr"], decays, betas, eps, suspect)
 
     def _one_number(self, value: Any) -> Tensor | None:
         """Return [1] float32 on the device."""
@@ -168,12 +168,12 @@ class ShardedState:
     def _per_parameter(self, groups: Groups, name: str) -> Tensor:
         """Return a setting of the parameter groups, one float32 per parameter of all parts."""
         values = self._with_decay.new_empty(len(groups))
-        for place, group in enumerate(groups):
-            given = group[name]
-            if isinstance(given, Tensor):
-                values[place].copy_(given.view(()))
+        for index, group in enumerate(groups):
+            value = group[name]
+            if isinstance(value, Tensor):
+                values[index].copy_(value.view(()))
             else:
-                values[place].fill_(given)
+                values[index].fill_(value)
         return values[self._group_of]
 
     @property

@@ -24,8 +24,8 @@ class StateChecks:
     def __init__(self, ring: CommContext, given: Any) -> None:
         self._where = ring._describe(LOAD)
         if not isinstance(given, Mapping) or not {"state", "param_groups"} <= {*given}:
-            found = sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__
-            self._fail(str(found), "keys state and param_groups")
+            actual = sorted(given, key=str) if isinstance(given, Mapping) else type(given).__name__
+            self._fail(str(actual), "keys state and param_groups")
         self._state, self._groups = given["state"], given["param_groups"]
 
     def facts(self) -> list[Fact]:
@@ -61,13 +61,13 @@ class StateChecks:
             self._fail(f"a state of the parameters {others}", f"{len(order)} parameters from 0 on")
         steps = dict[int, list[int]]()
         for part in parts:
-            for place, shape in enumerate(part.shapes):
-                number = order[part.first + place]
+            for index, shape in enumerate(part.shapes):
+                number = order[part.first + index]
                 self._parameter(number, names(part), shape)
                 steps.setdefault(int(self._state[number][STEP]), []).append(number)
         if len(steps) != 1 or min(steps) < 0:
-            found = {count: sorted(numbers)[:3] for count, numbers in steps.items()}
-            self._fail(f"numbers of updates of parameters {found}", "one number from 0 on")
+            by_count = {count: sorted(numbers)[:3] for count, numbers in steps.items()}
+            self._fail(f"numbers of updates of parameters {by_count}", "one number from 0 on")
 
     def _parameter(self, number: int, wanted: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         saved = self._state.get(number) or {}

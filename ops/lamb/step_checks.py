@@ -24,15 +24,15 @@ def check_groups(ring: CommContext, groups: Groups, listed: Sequence[Tensor]) ->
         groups: Parameter groups now.
         listed: All parameters at construction.
     """
-    where = ring._describe(NAME)
+    prefix = ring._describe(NAME)
     for number, group in enumerate(groups):
-        check_group(where, number, group)
-    common_moments(where, groups)
+        check_group(prefix, number, group)
+    common_moments(prefix, groups)
     now = [param for group in groups for param in group["params"]]
     same = len(now) == len(listed) and all(a is b for a, b in zip(now, listed, strict=True))
     if not same:
         raise ArgumentError(
-            f"{where}: param_groups holds {len(now)} parameters, and not the {len(listed)} of the "
+            f"{prefix}: param_groups holds {len(now)} parameters, and not the {len(listed)} of the "
             f"constructor; expected these, in their order; create a new optimizer"
         )
 
@@ -41,9 +41,9 @@ def check_scale(ring: CommContext, role: str, value: Any) -> None:
     """Raise ``ArgumentError`` unless ``value`` is None, a number or a tensor of one element."""
     valid = value.numel() == 1 if isinstance(value, Tensor) else value is None or is_number(value)
     if not valid:
-        given = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+        actual = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
         raise ArgumentError(
-            f"{ring._describe(NAME)}: {role} is {given}; expected a number, or a tensor of one "
+            f"{ring._describe(NAME)}: {role} is {actual}; expected a number, or a tensor of one "
             f"element; set optimizer.{role} = None"
         )
 
@@ -57,8 +57,8 @@ def settle(ring: CommContext, parts: Sequence[Part], order: Sequence[int]) -> No
     """
     for part in parts:
         detached = part.detached()
-        for place in detached:
-            _check_place(ring, part, place, order[part.first + place])
+        for index in detached:
+            _check_place(ring, part, index, order[part.first + index])
         if detached and sees_capture(part.values):
             number = order[part.first + detached[0]]
             raise ArgumentError(
@@ -71,14 +71,14 @@ def settle(ring: CommContext, parts: Sequence[Part], order: Sequence[int]) -> No
 
 def _check_place(ring: CommContext, part: Part, place: int, number: int) -> None:
     param, values = part.params[place], part.values
-    for name, given, expected, error in (
+    for name, actual, expected, error in (
         ("dtype", param.dtype, values.dtype, DtypeError),
         ("device", param.device, values.device, DeviceError),
         ("shape", tuple(param.shape), part.shapes[place], ShapeError),
     ):
-        if given != expected:
+        if actual != expected:
             raise error(
-                f"{ring._describe(NAME)}: parameter {number} has {name} {given}; expected "
+                f"{ring._describe(NAME)}: parameter {number} has {name} {actual}; expected "
                 f"{expected}, as at construction; change the parameter back, or create a new "
                 f"optimizer"
             )

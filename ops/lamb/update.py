@@ -87,8 +87,8 @@ def trust_ratios(norms: Tensor, rates: Tensor) -> Tensor:
         rates: [parameters] learning rates.
     """
     weights, direction = norms.unbind(1)
-    known = (weights > 0) & (direction > 0)
-    return torch.where(known, rates * (weights / direction).sqrt(), rates)
+    valid = (weights > 0) & (direction > 0)
+    return torch.where(valid, rates * (weights / direction).sqrt(), rates)
 
 
 def _direction(part: Part, rule: Rule) -> Tensor:

@@ -138,7 +138,7 @@ def _check_tensors(
     checks.hidden(x)
     _, heads, head_dim, _ = checks.weight("qkv_weight", qkv_weight, x, "3, heads, head_dim, width")
     width = x.shape[2]
-    whole = "[width], the same on every rank"
+    text = "[width], the same on every rank"
     checks.tensors(
         x,
         {
@@ -154,9 +154,9 @@ def _check_tensors(
                 rows["qkv_bias"],
                 Expected((3, heads, head_dim), "[3, heads, head_dim] of this rank's qkv_weight"),
             ),
-            "linear_bias": (rows["linear_bias"], Expected((width,), whole)),
-            "ln_weight": (rows["ln_weight"], Expected((width,), whole)),
-            "ln_bias": (rows["ln_bias"], Expected((width,), whole)),
+            "linear_bias": (rows["linear_bias"], Expected((width,), text)),
+            "ln_weight": (rows["ln_weight"], Expected((width,), text)),
+            "ln_bias": (rows["ln_bias"], Expected((width,), text)),
         },
         norm="ln_",
     )
@@ -250,7 +250,7 @@ def _check_mask(
         )
     dims = tuple(mask.shape)
     fits = len(dims) <= 4 and all(
-        given in (1, most) for given, most in zip(dims[::-1], shape[::-1], strict=False)
+        size in (1, most) for size, most in zip(dims[::-1], shape[::-1], strict=False)
     )
     if not fits:
         raise ShapeError(

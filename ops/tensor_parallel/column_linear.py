@@ -82,8 +82,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad[:3]
-    found = _grad_op(grad, *ctx.saved_tensors, *ctx.ring, *needed)
-    by_x, by_weight, by_bias = (g if n else None for g, n in zip(found, needed, strict=True))
+    grads = _grad_op(grad, *ctx.saved_tensors, *ctx.ring, *needed)
+    by_x, by_weight, by_bias = (g if n else None for g, n in zip(grads, needed, strict=True))
     return by_x, by_weight, by_bias, None, None, None
 
 

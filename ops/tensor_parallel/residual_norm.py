@@ -110,13 +110,13 @@ class _ResidualNorm(torch.autograd.Function):
         before_norm = normed and (by_residual or (by_x and not separate))
         saved = (total, stats, weight) if normed else (None, None, None)
         wanted = x_dtype if separate else None, before_norm, by_bias, any(by_norm)
-        found = _backward(grad, None, *saved, seed, ctx.rate, ctx.factor, *wanted)
-        by_total = found[1] if normed else grad
+        outputs = _backward(grad, None, *saved, seed, ctx.rate, ctx.factor, *wanted)
+        by_total = outputs[1] if normed else grad
         return (
-            (found[0] if separate else by_total) if by_x else None,
-            *_cast(found[2], [by_bias], [bias_dtype]),
+            (outputs[0] if separate else by_total) if by_x else None,
+            *_cast(outputs[2], [by_bias], [bias_dtype]),
             by_total.to(residual_dtype) if by_residual else None,
-            *_cast(found[3], by_norm, norm_dtypes),
+            *_cast(outputs[3], by_norm, norm_dtypes),
             *(None,) * 4,
         )
 
@@ -139,22 +139,22 @@ class _NormAndInput(torch.autograd.Function):
             return added, None, None, None
         by_x, *by_norm = ctx.needs_input_grad[:3]
         wanted = None, by_x, False, any(by_norm)
-        found = _backward(grad, added, *ctx.saved_tensors, None, 0.0, 1.0, *wanted)
-        return (found[1] if by_x else None, *_cast(found[3], by_norm, ctx.dtypes), None)
+        outputs = _backward(grad, added, *ctx.saved_tensors, None, 0.0, 1.0, *wanted)
+        return (outputs[1] if by_x else None, *_cast(outputs[3], by_norm, ctx.dtypes), None)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel; as a registered op where a mode or a trace is to see it."""
     call: Any = _registered_op if depth() or is_tracing() else _run
-    found: tuple[Tensor, Tensor, Tensor] = call(*arguments)
-    return found
+    result: tuple[Tensor, Tensor, Tensor] = call(*arguments)
+    return result
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the kernel as ``_forward`` does. The op raises if this is differentiated again."""
     call: Any = _grad_op if depth() or is_tracing() or torch.is_grad_enabled() else _grad_run
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = call(*arguments)
-    return found
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = call(*arguments)
+    return result
 
 
 def _dtype(x: Tensor | None) -> torch.dtype | None:
@@ -251,12 +251,12 @@ def _grad_run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from commlib.ops.tensor_parallel import residual_norm_kernels as kernels
 
-    found = _gradients(grad, *wanted)
-    filled = [x if x.numel() else None for x in found]
+    grads = _gradients(grad, *wanted)
+    filled = [x if x.numel() else None for x in grads]
     if any(x is not None for x in filled):
         tensors = _rows(grad), _rows(added), _rows(total), stats, _rows(weight), seed
         kernels.backward(*tensors, rate, factor, *filled)
-    return found
+    return grads
 
 
 def _grad_fake(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -34,9 +34,9 @@ def load() -> dict[str, Program]:
     from commlib import graph  # noqa: F401
     from tests.models.catalog import programs
 
-    found = programs()
+    by_name = programs()
     gc.freeze()  # collections in forked processes would visit the libraries, and copy their pages
-    return found
+    return by_name
 
 
 @click.group(invoke_without_command=True)
@@ -54,14 +54,14 @@ def main(
     chosen = {name: p for name, p in load().items() if p.runs_here}
     if only:
         chosen = {name: p for name, p in chosen.items() if any(part in name for part in only)}
-    found = compared(chosen, device)
+    outcomes = compared(chosen, device)
     if out is not None:
-        out.write_text(json.dumps([vars(each) for each in found], indent=1))
+        out.write_text(json.dumps([vars(each) for each in outcomes], indent=1))
     if not only:
         from tests.models.page import page_of
 
-        page.write_text(page_of(found, device))
-    if any(each.kind in ("different", "crashed") for each in found):
+        page.write_text(page_of(outcomes, device))
+    if any(each.kind in ("different", "crashed") for each in outcomes):
         sys.exit(1)
 
 
@@ -69,14 +69,14 @@ def compared(chosen: dict[str, Program], device: str) -> list[Outcome]:
     """Run the programs and print a line for each."""
     run = runner.Runner(device, chosen)
     began = time.perf_counter()
-    found = []
+    runs = []
     for name in chosen:
-        found.append(run.run(name))
-        last = found[-1]
+        runs.append(run.run(name))
+        last = runs[-1]
         click.echo(f"{last.kind:10} {name} ({last.seconds:.1f} s) {last.text}")
-    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(x.kind for x in found).items())
-    click.echo(f"{len(found)} programs in {time.perf_counter() - began:.0f} s: {counts}")
-    return found
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(x.kind for x in runs).items())
+    click.echo(f"{len(runs)} programs in {time.perf_counter() - began:.0f} s: {counts}")
+    return runs
 
 
 @main.command()

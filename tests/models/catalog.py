@@ -21,10 +21,10 @@ _FAMILIES = (
 @functools.cache
 def programs() -> dict[str, Program]:
     """Return every program of every family by name."""
-    found: dict[str, Program] = {}
+    by_name: dict[str, Program] = {}
     for family in _FAMILIES:
         for program in importlib.import_module(family).PROGRAMS:
-            if program.name in found:
+            if program.name in by_name:
                 raise ValueError(f"two programs are called {program.name}")
-            found[program.name] = program
-    return found
+            by_name[program.name] = program
+    return by_name

@@ -62,7 +62,7 @@ class Outcome:
 
 def record(program: Program, start: Start, device: torch.device, *, captured: bool) -> Record:
     """Run a program from its seed and return what it gave."""
-    found = Record()
+    result = Record()
     began = time.perf_counter()
     graphed = None
     try:
@@ -74,15 +74,15 @@ def record(program: Program, start: Start, device: torch.device, *, captured: bo
 
             step = graphed = graph.capture(step)
         for number in range(program.calls):
-            found.leaves.update(leaves(session.call(step, number), f"call {number}"))
-        found.leaves.update(leaves(session.state(), "state"))
-        found.leaves.update(leaves(_generators(device), "generator"))
+            result.leaves.update(leaves(session.call(step, number), f"call {number}"))
+        result.leaves.update(leaves(session.state(), "state"))
+        result.leaves.update(leaves(_generators(device), "generator"))
         if graphed is not None:
-            found.replays, found.variant = _replays(graphed)
+            result.replays, result.variant = _replays(graphed)
     except Exception as error:
-        _explain(found, error)
-    found.seconds = time.perf_counter() - began
-    return found
+        _explain(result, error)
+    result.seconds = time.perf_counter() - began
+    return result
 
 
 def _seed() -> None:
@@ -103,8 +103,8 @@ def _explain(found: Record, error: BaseException) -> None:
 
     found.refused = isinstance(error, GraphError) or str(error).startswith(_BY_TORCH)
     frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "nowhere"
-    found.error = str(error) if found.refused else f"{type(error).__name__}: {error}; at {where}"
+    location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "nowhere"
+    found.error = str(error) if found.refused else f"{type(error).__name__}: {error}; at {location}"
 
 
 def _generators(device: torch.device) -> dict[str, Any]:
@@ -216,18 +216,18 @@ def _short(value: Any) -> str:
 
 def outcome(program: Program, eager: Record, captured: Record) -> Outcome:
     """Compare a captured run with an eager one."""
-    found = Outcome(program.name, "equal", "", captured.replays, eager.seconds + captured.seconds)
+    result = Outcome(program.name, "equal", "", captured.replays, eager.seconds + captured.seconds)
     if eager.error:
-        found.kind, found.text = "unfit", eager.error
+        result.kind, result.text = "unfit", eager.error
     elif captured.refused:
-        found.kind, found.text = "refused", captured.error
+        result.kind, result.text = "refused", captured.error
     elif captured.error:
-        found.kind, found.text = "crashed", captured.error
+        result.kind, result.text = "crashed", captured.error
     else:
-        found.text = first_difference(eager, captured)
-        found.kind = "different" if found.text else "equal"
-        if found.text and captured.variant and nearly(eager, captured):
-            found.kind = "close"
-    if found.kind == "equal" and not captured.replays:
-        found.kind, found.text = "idle", "no call was a replay"
-    return found
+        result.text = first_difference(eager, captured)
+        result.kind = "different" if result.text else "equal"
+        if result.text and captured.variant and nearly(eager, captured):
+            result.kind = "close"
+    if result.kind == "equal" and not captured.replays:
+        result.kind, result.text = "idle", "no call was a replay"
+    return result

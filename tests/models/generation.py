@@ -42,14 +42,14 @@ def decode_step(name: str, device: torch.device, *, sample: bool = False) -> Ses
     def turn(step: Any, number: int) -> torch.Tensor:
         cache.reset()
         prompt = _prompts(number, device)
-        place = torch.arange(PROMPT, device=device)[None].expand(2, -1)
-        tokens = step_of(prompt, place)
-        found = [tokens.clone()]
+        positions = torch.arange(PROMPT, device=device)[None].expand(2, -1)
+        tokens = step_of(prompt, positions)
+        outputs = [tokens.clone()]
         for i in range(NEW - 1):
-            place = torch.full((2, 1), PROMPT + i, device=device)
-            tokens = step(tokens.clone(), place)
-            found.append(tokens.clone())
-        return torch.cat(found, 1)
+            positions = torch.full((2, 1), PROMPT + i, device=device)
+            tokens = step(tokens.clone(), positions)
+            outputs.append(tokens.clone())
+        return torch.cat(outputs, 1)
 
     return Session(step_of, turn)
 
@@ -106,8 +106,8 @@ def beam_step(device: torch.device) -> Session:
         total, tokens = total[0], tokens[0][:, None]
         text = tokens
         for _ in range(NEW - 1):
-            found = total[:, None] + step(tokens)
-            total, flat = found.flatten().topk(beams)
+            scores = total[:, None] + step(tokens)
+            total, flat = scores.flatten().topk(beams)
             source, tokens = flat // VOCABULARY, (flat % VOCABULARY)[:, None]
             cache.reorder_cache(source)
             text = torch.cat([text[source], tokens], 1)
@@ -136,8 +136,8 @@ def _programs() -> Iterator[Program]:
     yield Program(f"generation/{decoders[0]}/sampled decode step", start, needs=needs)
     yield Program(f"generation/{decoders[0]}/beam step", beam_step, needs=needs)
     for name in (decoders[0], more[0]):
-        for way, how in ways.items():
-            start = functools.partial(generated, functools.partial(_decoder, name), **how)
+        for way, kwargs in ways.items():
+            start = functools.partial(generated, functools.partial(_decoder, name), **kwargs)
             yield Program(f"generation/{name}/generate {way}", start, needs=needs)
     for name in ("T5ForConditionalGeneration", "BartForConditionalGeneration"):
         for way in ("greedy, static cache", "greedy, dynamic cache"):

@@ -37,18 +37,18 @@ def autocast_step(dtype: torch.dtype, device: torch.device, *, scaled: bool = Fa
 
 def refused_scaler(on_fail: OnFail, device: torch.device) -> Session:
     """Go on training with the scaler after a step that may be refused."""
-    whole = autocast_step(torch.float16, device, scaled=True)
+    session = autocast_step(torch.float16, device, scaled=True)
 
     def turn(step: Any, number: int) -> Any:
-        if step is not whole.step and on_fail == "eager":
+        if step is not session.step and on_fail == "eager":
             step = eagerly
         try:
             return step(*images(number, device))
         except GraphError:
-            return whole.step(*images(number, device))
+            return session.step(*images(number, device))
 
-    eagerly = capture(whole.step, on_fail="eager")
-    return Session(whole.step, turn, whole.state)
+    eagerly = capture(session.step, on_fail="eager")
+    return Session(session.step, turn, session.state)
 
 
 def autocast_forward(device: torch.device) -> Session:

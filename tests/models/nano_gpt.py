@@ -64,8 +64,8 @@ class GPT(nn.Module):
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> Any:
         """Return logits and loss."""
-        place = torch.arange(idx.shape[1], device=idx.device)
-        x = self.wte(idx) + self.wpe(place)
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        x = self.wte(idx) + self.wpe(positions)
         for block in self.blocks:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))

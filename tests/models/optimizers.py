@@ -87,10 +87,10 @@ def _matrices_apart(kind: Any, parameters: list[nn.Parameter]) -> Optimizer:
 
 def _optimizers() -> dict[str, Make]:
     """Return the ways to make an optimizer, by name."""
-    found: dict[str, Make] = {}
+    makers: dict[str, Make] = {}
 
     def add(name: str, kind: Any, **how: Any) -> None:
-        found[name] = lambda parameters: kind(parameters, **how)
+        makers[name] = lambda parameters: kind(parameters, **how)
 
     optim = torch.optim
     add("SGD", optim.SGD, lr=0.1)
@@ -107,12 +107,12 @@ def _optimizers() -> dict[str, Make]:
         add(other.__name__, other, lr=0.01)
     add("RMSprop centered", optim.RMSprop, lr=0.01, momentum=0.9, centered=True)
     add("Adagrad fused", optim.Adagrad, lr=0.01, fused=True)
-    found["Muon"] = functools.partial(_matrices_apart, optim.Muon)
-    found["AdamW lr tensor"] = lambda p: optim.AdamW(
+    makers["Muon"] = functools.partial(_matrices_apart, optim.Muon)
+    makers["AdamW lr tensor"] = lambda p: optim.AdamW(
         p, lr=torch.tensor(0.01, device=p[0].device), capturable=p[0].is_cuda
     )
-    found["AdamW capturable"] = lambda p: optim.AdamW(p, lr=0.01, capturable=p[0].is_cuda)
-    return found
+    makers["AdamW capturable"] = lambda p: optim.AdamW(p, lr=0.01, capturable=p[0].is_cuda)
+    return makers
 
 
 OPTIMIZERS = _optimizers()
@@ -187,8 +187,8 @@ def averaged(kind: str, device: torch.device) -> Session:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     average: Any = copy.deepcopy(model).requires_grad_(False)
     if kind == "AveragedModel":
-        how = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=how)
+        avg_fn = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=avg_fn)
 
     def by_hand() -> None:
         with torch.no_grad():

@@ -41,15 +41,15 @@ _KINDS = {
 
 def page_of(outcomes: Sequence[Outcome], device: str) -> str:
     """Return the page as Markdown."""
-    known = programs()
-    calls = min(program.calls for program in known.values())
+    by_name = programs()
+    calls = min(program.calls for program in by_name.values())
     reasons: dict[str, int] = {}
     for each in outcomes:
         if each.text:
             reasons.setdefault(reason(each.text), len(reasons) + 1)
     lines = [_INTRO.format(calls=calls), _versions(device), "", *_counts(outcomes)]
-    for family in dict.fromkeys(known[each.name].family for each in outcomes):
-        members = [each for each in outcomes if known[each.name].family == family]
+    for family in dict.fromkeys(by_name[each.name].family for each in outcomes):
+        members = [each for each in outcomes if by_name[each.name].family == family]
         lines += ["", f"## {family}", "", *_rows(members, reasons)]
     lines += ["", "## Reasons", ""]
     lines += [f"{number}. {text}" for text, number in reasons.items()]
@@ -57,24 +57,24 @@ def page_of(outcomes: Sequence[Outcome], device: str) -> str:
 
 
 def _versions(device: str) -> str:
-    found = []
+    versions = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
-    return f"{', '.join(found)}; {name}."
+    return f"{', '.join(versions)}; {name}."
 
 
 def _counts(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    known = programs()
+    by_name = programs()
     kinds = [kind for kind in _KINDS if any(each.kind == kind for each in outcomes)]
     yield f"| family | programs | {' | '.join(_KINDS[kind] for kind in kinds)} |"
     yield f"|---|{'---|' * (len(kinds) + 1)}"
     families: dict[str, Counter[str]] = {}
     for each in outcomes:
-        families.setdefault(known[each.name].family, Counter())[each.kind] += 1
+        families.setdefault(by_name[each.name].family, Counter())[each.kind] += 1
     families["all"] = sum(families.values(), Counter())
     for family, counts in families.items():
         cells = [counts.total(), *(counts[kind] for kind in kinds)]
@@ -87,11 +87,11 @@ def _rows(outcomes: Sequence[Outcome], reasons: dict[str, int]) -> Iterator[str]
     for each in outcomes:
         program, mode = _program_and_mode(each.name)
         grouped.setdefault(program, {})[mode] = each
-    modes = list(dict.fromkeys(mode for found in grouped.values() for mode in found))
+    modes = list(dict.fromkeys(mode for by_mode in grouped.values() for mode in by_mode))
     yield f"| program | {' | '.join(mode or 'outcome' for mode in modes)} |"
     yield f"|---|{'---|' * len(modes)}"
-    for program, found in grouped.items():
-        cells = [_cell(found.get(mode), reasons) for mode in modes]
+    for program, by_mode in grouped.items():
+        cells = [_cell(by_mode.get(mode), reasons) for mode in modes]
         yield f"| {program} | {' | '.join(cells)} |"
 
 

@@ -53,9 +53,9 @@ class Worker:
         """Return what the job gave, or why there is nothing."""
         try:
             if self._jobs.poll(DEADLINE_S):
-                found = self._jobs.recv()
-                assert isinstance(found, Record)
-                return found
+                result = self._jobs.recv()
+                assert isinstance(result, Record)
+                return result
             return Record(error=f"not done after {DEADLINE_S} s")
         except (EOFError, ConnectionError):
             self._process.join(5)
@@ -81,11 +81,11 @@ def _serve(jobs: Any, environment: dict[str, str]) -> None:
         except EOFError:
             os._exit(0)
         try:
-            found = job()
+            result = job()
             return_unused_memory()
         except BaseException:
-            found = Record(error=traceback.format_exc())
-        jobs.send(found)
+            result = Record(error=traceback.format_exc())
+        jobs.send(result)
 
 
 class Runner:
@@ -100,36 +100,36 @@ class Runner:
         program = self._programs[name]
         if program.ranks > 1:
             return self._on_ranks(program)
-        found = self._compared(program, program.start)
-        if found.kind == "refused" and program.remedied is not None:
+        result = self._compared(program, program.start)
+        if result.kind == "refused" and program.remedied is not None:
             changed = self._compared(program, program.remedied)
             if changed.kind == "equal":
-                return replace(changed, kind="remedied", text=found.text)
-            return replace(changed, text=f"{found.text}. With the change: {changed.text}")
-        return found
+                return replace(changed, kind="remedied", text=result.text)
+            return replace(changed, text=f"{result.text}. With the change: {changed.text}")
+        return result
 
     def _compared(self, program: Program, start: Start) -> Outcome:
         eager = self._record(program, start, captured=False)
         captured = self._record(program, start, captured=True)
-        found = outcome(program, eager, captured)
-        if found.kind == "different":
+        result = outcome(program, eager, captured)
+        if result.kind == "different":
             again = self._record(program, start, captured=False)
             if first_difference(eager, again):
-                found.kind = "unsteady"
-        if found.kind not in ("equal", "close", "refused", "idle"):
+                result.kind = "unsteady"
+        if result.kind not in ("equal", "close", "refused", "idle"):
             self._end()
-        return found
+        return result
 
     def _record(self, program: Program, start: Start, *, captured: bool) -> Record:
         worker = self._kept or Worker({})
         remedied = start is program.remedied
         job = functools.partial(_recorded, program.name, self._device, remedied, captured)
         worker.send(job)
-        found = worker.receive()
+        result = worker.receive()
         self._kept = worker
-        if self._device == "cpu" or (found.error and not found.refused):
+        if self._device == "cpu" or (result.error and not result.refused):
             self._end()
-        return found
+        return result
 
     def _end(self) -> None:
         if self._kept is not None:
@@ -147,14 +147,14 @@ class Runner:
                 for i in range(program.ranks)
             ]
             for rank, worker in enumerate(workers):
-                own = f"{self._device}:{0 if shared else rank}"
-                device = self._device if self._device == "cpu" else own
+                gpu = f"{self._device}:{0 if shared else rank}"
+                device = self._device if self._device == "cpu" else gpu
                 worker.send(functools.partial(_recorded, program.name, device, False, captured))
             runs.append([worker.receive() for worker in workers])
             for worker in workers:
                 worker.stop()
-        found = [outcome(program, eager, captured) for eager, captured in zip(*runs, strict=True)]
-        return next((each for each in found if each.kind != "equal"), found[0])
+        results = [outcome(program, eager, captured) for eager, captured in zip(*runs, strict=True)]
+        return next((each for each in results if each.kind != "equal"), results[0])
 
 
 def _rank(port: int, rank: int, size: int) -> dict[str, str]:
@@ -172,9 +172,9 @@ def _recorded(name: str, device: str, remedied: bool, captured: bool) -> Record:
         start = program.remedied
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         os.chdir(folder)
-        place = torch.device(device)
-        if place.type == "cuda":
-            torch.cuda.set_device(place.index or 0)
-        found = record(program, start, place, captured=captured)
+        torch_device = torch.device(device)
+        if torch_device.type == "cuda":
+            torch.cuda.set_device(torch_device.index or 0)
+        result = record(program, start, torch_device, captured=captured)
         os.chdir("/")
-    return found
+    return result

@@ -19,8 +19,8 @@ def adafactor(relative: bool, device: torch.device) -> Session:
 
     model = perceptron(device)
     lr = None if relative else 1e-2
-    how = {"scale_parameter": relative, "relative_step": relative, "warmup_init": relative}
-    optimizer = Adafactor(model.parameters(), lr=lr, **how)
+    kwargs = {"scale_parameter": relative, "relative_step": relative, "warmup_init": relative}
+    optimizer = Adafactor(model.parameters(), lr=lr, **kwargs)
     return _train_step(model, optimizer, device)
 
 
@@ -43,8 +43,8 @@ def warmed_up(name: str, device: torch.device) -> Session:
 
     model = perceptron(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    how = {"num_warmup_steps": 3, "num_training_steps": 10}
-    schedule = get_scheduler(name, optimizer, **how)
+    kwargs = {"num_warmup_steps": 3, "num_training_steps": 10}
+    schedule = get_scheduler(name, optimizer, **kwargs)
 
     def accumulate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = F.cross_entropy(model(x), y)
@@ -197,17 +197,17 @@ def _autoencoder(kind: str) -> Any:
 
 def _unet_inputs(kind: str, number: int, device: torch.device) -> dict[str, Any]:
     channels = 3 if kind == "UNet2DModel" else 4
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "timestep": integers(number, 0, 1000, 2, device=device),
     }
     if kind == "UNet2DConditionModel":
-        given["encoder_hidden_states"] = floats(number + 500, 2, 5, 8, device=device)
+        inputs["encoder_hidden_states"] = floats(number + 500, 2, 5, 8, device=device)
     if kind == "DiTTransformer2DModel":
-        given["class_labels"] = integers(number, 0, 10, 2, device=device)
-        given["hidden_states"] = floats(number, 2, channels, 8, 8, device=device)
+        inputs["class_labels"] = integers(number, 0, 10, 2, device=device)
+        inputs["hidden_states"] = floats(number, 2, channels, 8, 8, device=device)
     else:
-        given["sample"] = floats(number, 2, channels, 8, 8, device=device)
-    return given
+        inputs["sample"] = floats(number, 2, channels, 8, 8, device=device)
+    return inputs
 
 
 _DENOISERS: dict[str, Callable[[], Any]] = {
@@ -223,12 +223,12 @@ def denoiser(kind: str, training: bool, device: torch.device) -> Session:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def turn(step: Any, number: int) -> Any:
-        given = _unet_inputs(kind, number, device)
+        inputs = _unet_inputs(kind, number, device)
         if not training:
             with torch.no_grad():
-                return step(**given).sample
+                return step(**inputs).sample
         optimizer.zero_grad()
-        sample = step(**given).sample
+        sample = step(**inputs).sample
         loss = sample.square().mean()
         loss.backward()
         optimizer.step()
@@ -247,11 +247,11 @@ def autoencoder(kind: str, training: bool, device: torch.device) -> Session:
     def turn(step: Any, number: int) -> Any:
         x = floats(number, 2, 3, 8, 8, device=device)
         with torch.set_grad_enabled(training):
-            found = step(x)
+            output = step(x)
             if training:
                 model.zero_grad()
-                F.mse_loss(found, x).backward()
-        return found.detach().clone()
+                F.mse_loss(output, x).backward()
+        return output.detach().clone()
 
     return Session(reconstruct, turn, trained(model))
 
@@ -272,11 +272,11 @@ def denoising_step(kind: str, device: torch.device) -> Session:
     def turn(step: Any, number: int) -> torch.Tensor:
         if number % 4 == 0:
             scheduler.set_timesteps(4, device=device)
-            kept[0] = floats(number, 2, 3, 8, 8, device=device) * scheduler.init_noise_sigma
-        kept[0] = step(kept[0], scheduler.timesteps[number % 4]).clone()
-        return kept[0]
+            latents[0] = floats(number, 2, 3, 8, 8, device=device) * scheduler.init_noise_sigma
+        latents[0] = step(latents[0], scheduler.timesteps[number % 4]).clone()
+        return latents[0]
 
-    kept: list[torch.Tensor] = [torch.zeros(0)]
+    latents: list[torch.Tensor] = [torch.zeros(0)]
     return Session(step_of, turn)
 
 
@@ -343,11 +343,11 @@ def timm_model(name: str, training: bool, device: torch.device) -> Session:
     def turn(step: Any, number: int) -> Any:
         x = floats(number, 2, 3, size, size, device=device)
         with torch.set_grad_enabled(training):
-            found = step(x)
+            output = step(x)
             if training:
                 model.zero_grad()
-                found.square().mean().backward()
-        return found.detach().clone()
+                output.square().mean().backward()
+        return output.detach().clone()
 
     return Session(model, turn, trained(model))
 

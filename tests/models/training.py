@@ -140,8 +140,8 @@ def recurrent(kind: str, device: torch.device) -> Session:
         loss, after = step(x, state[0])
         loss.backward()
         parts = after if isinstance(after, tuple) else (after,)
-        kept = tuple(part.detach().clone() for part in parts)
-        state[0] = kept if isinstance(after, tuple) else kept[0]
+        detached = tuple(part.detach().clone() for part in parts)
+        state[0] = detached if isinstance(after, tuple) else detached[0]
         optimizer.step()
         return loss.detach()
 
@@ -191,7 +191,7 @@ def momentum_contrast(device: torch.device) -> Session:
     slow = copy.deepcopy(model).requires_grad_(False)
     queue = F.normalize(torch.randn(4, 4 * ROWS, device=device), dim=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    place = [0]
+    queue_ptr = [0]
 
     def train_step(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -204,11 +204,11 @@ def momentum_contrast(device: torch.device) -> Session:
         loss = F.cross_entropy(logits / 0.1, torch.zeros(ROWS, dtype=torch.long, device=device))
         loss.backward()
         optimizer.step()
-        queue[:, place[0] : place[0] + ROWS] = key.T
-        place[0] = (place[0] + ROWS) % queue.shape[1]
+        queue[:, queue_ptr[0] : queue_ptr[0] + ROWS] = key.T
+        queue_ptr[0] = (queue_ptr[0] + ROWS) % queue.shape[1]
         return loss.detach()
 
-    return Session(train_step, turn_of(rows, device), lambda: [trained(model)(), queue, place])
+    return Session(train_step, turn_of(rows, device), lambda: [trained(model)(), queue, queue_ptr])
 
 
 def q_learning(device: torch.device) -> Session:
@@ -340,7 +340,7 @@ def restored(device: torch.device) -> Session:
     """Load a checkpoint of model and optimizer in the middle of the loop."""
     model = perceptron(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kept: list[Any] = []
+    saved: list[Any] = []
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -351,10 +351,10 @@ def restored(device: torch.device) -> Session:
 
     def turn(step: Any, number: int) -> torch.Tensor:
         if number == 3:
-            kept.extend(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+            saved.extend(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
         if number == 6:
-            model.load_state_dict(kept[0])
-            optimizer.load_state_dict(kept[1])
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
         return step(*rows(number, device)).clone()
 
     return Session(train_step, turn, trained(model, optimizer))

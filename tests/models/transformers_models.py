@@ -162,8 +162,8 @@ def tiny(model_class: Any, sizes: dict[str, Any], more: dict[str, Any]) -> Any:
     """Return a model of this class with random weights; None in ``more`` leaves the default."""
     config_class = model_class.config_class
     default = config_class()
-    known = {name: size for name, size in sizes.items() if hasattr(default, name)}
-    chosen = {name: value for name, value in {**known, **more}.items() if value is not None}
+    accepted = {name: size for name, size in sizes.items() if hasattr(default, name)}
+    chosen = {name: value for name, value in {**accepted, **more}.items() if value is not None}
     return model_class(config_class(**chosen))
 
 

@@ -110,10 +110,10 @@ def sharded_decode(device: torch.device) -> Session:
     def turn(step: Any, number: int) -> torch.Tensor:
         cache.reset()
         tokens = next_of(integers(number, 3, VOCABULARY, 2, 5, device=device))
-        found = [tokens]
+        outputs = [tokens]
         for _ in range(5):
-            found.append(step(found[-1]).clone())
-        return torch.cat(found, 1)
+            outputs.append(step(outputs[-1]).clone())
+        return torch.cat(outputs, 1)
 
     return Session(next_of, turn)
 

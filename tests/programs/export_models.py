@@ -29,17 +29,17 @@ class EveryReduction(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the results by reduction, ring and stream."""
-        found: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         for ring_id in (0, REVERSED):
             for op in REDUCTIONS:
                 for calc in (True, False):
-                    count = 2 + len(found) % (COLUMNS - 2)
+                    count = 2 + len(results) % (COLUMNS - 2)
                     ops.all_reduce(x[:, 1:count], ring_id, op=op, use_calc_stream=calc)
                     part = torch.relu(x * self.scale)[:, :count] - 1
-                    found[f"{op} {ring_id} {calc}"] = ops.all_reduce(
+                    results[f"{op} {ring_id} {calc}"] = ops.all_reduce(
                         part, ring_id, op=op, use_calc_stream=calc
                     )
-        return found
+        return results
 
 
 class OneRing(torch.nn.Module):

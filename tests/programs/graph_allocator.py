@@ -22,13 +22,13 @@ def main() -> None:
     for check in (three_kinds, slots, whole_step, state, refused, unused_slots):
         check(device)
         print("right", check.__name__, flush=True)
-    kept = graph.capture(block(device), outputs="copy")
+    captured = graph.capture(block(device), outputs="copy")
     for _ in range(3):
-        kept(torch.ones(64, 64, device=device))
+        captured(torch.ones(64, 64, device=device))
     report = graph.report()
     print(report, flush=True)
     print("memory", json.dumps(report.memory), flush=True)
-    kept.reset()
+    captured.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,17 +99,17 @@ def whole_step(device: torch.device) -> None:
 
 def state(device: torch.device) -> None:
     """A function that binds what it makes, which a replay binds again."""
-    kept: dict[str, torch.Tensor] = {}
+    cache: dict[str, torch.Tensor] = {}
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        kept["last"] = x * 3
-        return kept["last"] + 1
+        cache["last"] = x * 3
+        return cache["last"] + 1
 
     captured = graph.capture(f, outputs="copy")
     for turn in range(4):
         x = torch.full((1000,), float(turn), device=device)
         assert torch.equal(captured(x), x * 3 + 1)
-        assert torch.equal(kept["last"], x * 3)
+        assert torch.equal(cache["last"], x * 3)
 
 
 def refused(device: torch.device) -> None:

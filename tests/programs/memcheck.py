@@ -36,19 +36,19 @@ def reductions(comm: commlib.CommContext, items: int, dtype: torch.dtype) -> Non
         for shift in (0, 1):
             x = torch.ones(items + shift, dtype=dtype, device=comm.device)[shift:]
             all_are(comm.all_reduce(torch.empty_like(x), x, op=op), want)
-    whole, part = (
+    full, part = (
         torch.ones(n, dtype=dtype, device=comm.device) for n in (items * comm.size, items)
     )
-    all_are(comm.reduce_scatter(torch.empty_like(part), whole), comm.size)
+    all_are(comm.reduce_scatter(torch.empty_like(part), full), comm.size)
     work = comm.all_reduce_begin(torch.empty_like(part), part)
     all_are(work.wait(), comm.size)
 
 
 def movements(comm: commlib.CommContext, items: int) -> None:
     part = torch.ones(items, dtype=torch.uint8, device=comm.device)
-    whole = torch.zeros(items * comm.size, dtype=torch.uint8, device=comm.device)
-    all_are(comm.all_gather(whole, part), 1)
-    all_are(comm.all_to_all(torch.zeros_like(whole), whole), 1)
+    full = torch.zeros(items * comm.size, dtype=torch.uint8, device=comm.device)
+    all_are(comm.all_gather(full, part), 1)
+    all_are(comm.all_to_all(torch.zeros_like(full), full), 1)
 
 
 def norms(comm: commlib.CommContext, rows: int, width: int) -> None:
@@ -101,8 +101,8 @@ def there_and_back(
     plain = ops.expert_combine(sent.rows.detach(), sent.handle, weighted=False)
     if tokens:
         assert x.grad is not None and weights.grad is not None
-        for found, value in ((total, 1), (x.grad, 1), (weights.grad, 256), (plain, 2)):
-            all_are(found, value)
+        for actual, value in ((total, 1), (x.grad, 1), (weights.grad, 256), (plain, 2)):
+            all_are(actual, value)
 
 
 def quantized(comm: commlib.CommContext, tokens: int) -> None:
@@ -162,10 +162,10 @@ def counted_rows(comm: commlib.CommContext) -> None:
     """Move rows with counts on the device, and back."""
     x = torch.ones(comm.size * 3, 64, device=comm.device)
     counts = torch.full((comm.size,), 3, device=comm.device)
-    there = ops.global_scatter(x, counts, counts, capacity=len(x) + 2)
-    all_are(there[: len(x)], 1)
-    all_are(there[len(x) :], 0)
-    all_are(ops.global_gather(there, counts, counts, capacity=len(x)), 1)
+    scattered = ops.global_scatter(x, counts, counts, capacity=len(x) + 2)
+    all_are(scattered[: len(x)], 1)
+    all_are(scattered[len(x) :], 0)
+    all_are(ops.global_gather(scattered, counts, counts, capacity=len(x)), 1)
 
 
 def used_are(rows: torch.Tensor, counts: torch.Tensor, value: float) -> None:

@@ -85,14 +85,14 @@ class ManyRanks:
     def _member(self, rank: int) -> None:
         number = next(at for at, ring in enumerate(self.rings) if rank in ring)
         ranks, deadline = self.rings[number], Deadline(self.timeout)
-        where = Connection(_Opening(self.server.port, self.counts), "the simulation")
+        conn = Connection(_Opening(self.server.port, self.counts), "the simulation")
         try:
-            call = RollCall(BoundedStore(where, "run/"), rank)
+            call = RollCall(BoundedStore(conn, "run/"), rank)
             call.meet(number, ranks, deadline, "gloo", "the call").finish(None, deadline)
             self.outcomes[rank] = "met"
         except Exception as error:
             self.outcomes[rank] = type(error).__name__
-        where.close(self.timeout)
+        conn.close(self.timeout)
 
     def registered(self) -> int:
         """Return how many ranks wait (a direct query of the server, which is not counted)."""

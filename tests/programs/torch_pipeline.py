@@ -56,8 +56,8 @@ SCHEDULES: list[tuple[Any, int]] = [  # with the stages per rank
 def layers(stage: int, device: torch.device) -> list[torch.nn.Module]:
     """Return the layers of a stage, the same at each call."""
     torch.manual_seed(stage)
-    found = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH)]
-    return [layer.to(device) for layer in found]
+    modules = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH)]
+    return [layer.to(device) for layer in modules]
 
 
 def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def train(
     captured = [part for x in modules for part in getattr(x, "captured", [x]) if how != "eager"]
     weights = [x for module in modules for x in module.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    found, graphs = list[torch.Tensor](), list[int]()
+    results, graphs = list[torch.Tensor](), list[int]()
     for microbatches in (*MICROBATCHES, *MICROBATCHES):
         schedule = kind(stages if chunks > 1 else stages[0], microbatches, loss_fn=loss)
         for step in range(2):
@@ -92,13 +92,13 @@ def train(
             x, y = torch.randn(2, ROWS * microbatches, WIDTH, generator=draw).to(device)
             losses: list[torch.Tensor] = []
             optimizer.zero_grad()
-            given = (x,) if rank == 0 else ()
+            args = (x,) if rank == 0 else ()
             ends = {"target": y, "losses": losses} if rank == RANKS - 1 else {}
-            out = schedule.step(*given, **ends)
+            out = schedule.step(*args, **ends)
             optimizer.step()
-            found += [each.detach() for each in (*losses, *([] if out is None else [out]))]
+            results += [each.detach() for each in (*losses, *([] if out is None else [out]))]
         graphs.append(sum(len(graph.report(part)) for part in captured))
-    return [*found, *(x.detach() for x in weights)], graphs
+    return [*results, *(x.detach() for x in weights)], graphs
 
 
 def main() -> None:
@@ -109,12 +109,12 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     for kind, chunks in SCHEDULES:
         expected, _ = train(device, "eager", kind, chunks)
-        for how in ("pipeline", "capture"):
-            found, graphs = train(device, how, kind, chunks)
-            same = all(map(torch.equal, found, expected)) and len(found) == len(expected)
+        for mode in ("pipeline", "capture"):
+            actual, graphs = train(device, mode, kind, chunks)
+            same = all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
             again = graphs[len(MICROBATCHES) - 1 :]
             settled = len({*again}) == 1 and again[0] > 0
-            print(f"{kind.__name__}, {how}: same {same}, settled {settled}\n", end="", flush=True)
+            print(f"{kind.__name__}, {mode}: same {same}, settled {settled}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

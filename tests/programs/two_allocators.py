@@ -56,7 +56,7 @@ def measured() -> dict[str, object]:
     report = graph.report(captured)
     (memory,) = report.memory
     launches = [row["launch_us"] for row in report]
-    found = {
+    stats = {
         **memory,
         "graphs": sum(row["segments"] for row in report),
         "nodes": sum(row["nodes"] for row in report),
@@ -64,7 +64,7 @@ def measured() -> dict[str, object]:
     }
     captured.reset()
     commlib.shutdown()
-    return found
+    return stats
 
 
 if __name__ == "__main__":

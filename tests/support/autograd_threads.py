@@ -36,6 +36,6 @@ def _go_back(call: Callable[[], None], depth: int) -> None:
 
 def by_autograd(call: Callable[[], Any]) -> Any:
     """Return what ``call`` returns in a thread of autograd that works for this one."""
-    found: list[Any] = []
-    _go_back(lambda: found.append(call()), _DEPTH)
-    return found[0]
+    results: list[Any] = []
+    _go_back(lambda: results.append(call()), _DEPTH)
+    return results[0]

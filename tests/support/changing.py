@@ -80,15 +80,15 @@ class Trainer:
 
     def seen(self, loss: torch.Tensor) -> Seen:
         """Return copies of all that a program can read after a step."""
-        found: Seen = {"loss": loss.detach().clone()}
-        found |= {f"average {at}": x.clone() for at, x in enumerate(self.averages)}
+        snapshot: Seen = {"loss": loss.detach().clone()}
+        snapshot |= {f"average {at}": x.clone() for at, x in enumerate(self.averages)}
         for name, parameter in self.model.named_parameters():
-            found[name] = parameter.detach().clone()
+            snapshot[name] = parameter.detach().clone()
             grad = parameter.grad
-            found[f"gradient of {name}"] = None if grad is None else grad.clone()
+            snapshot[f"gradient of {name}"] = None if grad is None else grad.clone()
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"{key} of {name}"] = value.clone() if torch.is_tensor(value) else value
-        return found
+                snapshot[f"{key} of {name}"] = value.clone() if torch.is_tensor(value) else value
+        return snapshot
 
 
 def steps(program: Program, ring: Any, captured: Captured) -> Iterator[Seen]:

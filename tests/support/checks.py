@@ -102,10 +102,10 @@ def assert_bits_equal(
     """
     if not isinstance(expected, torch.Tensor):
         expected = rounded(expected, actual.dtype)
-    given = f"{actual.dtype} {tuple(actual.shape)}"
+    got = f"{actual.dtype} {tuple(actual.shape)}"
     wanted = f"{expected.dtype} {tuple(expected.shape)}"
-    if given != wanted:
-        raise AssertionError(_here(what) + f"got {given}, expected {wanted}")
+    if got != wanted:
+        raise AssertionError(_here(what) + f"got {got}, expected {wanted}")
     if atol:
         apart = ~(np.abs(wide(actual) - wide(expected)) <= atol)
     else:
@@ -115,7 +115,7 @@ def assert_bits_equal(
     if len(places):
         first = tuple(int(i) for i in places[0])
         raise AssertionError(
-            _here(what) + f"{len(places)} of {actual.numel()} elements of {given} differ, first at "
+            _here(what) + f"{len(places)} of {actual.numel()} elements of {got} differ, first at "
             f"{first}: got {actual[first].item()!r}, expected {expected[first].item()!r}"
         )
 

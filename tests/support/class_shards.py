@@ -53,21 +53,21 @@ def hot(label: Array, total: int) -> Array:
 def cross_entropy(logits: Array, label: Array, ignore_index: int) -> tuple[Array, Array, Array]:
     """Return loss [..., 1], softmax, and the gradient of the loss; ``label`` is [..., C]."""
     z, total = exponentials(logits)
-    kept = ~(label == ignore_index).any(-1, keepdims=True)
+    valid = ~(label == ignore_index).any(-1, keepdims=True)
     target = hot(label, logits.shape[-1])
-    loss = np.where(kept, np.log(total) - (z * target).sum(-1, keepdims=True), 0)
+    loss = np.where(valid, np.log(total) - (z * target).sum(-1, keepdims=True), 0)
     softmax = np.exp(z) / total
-    return loss, softmax, np.where(kept, softmax - target, 0)
+    return loss, softmax, np.where(valid, softmax - target, 0)
 
 
 def near(actual: Any, want: Array, what: object, rtol: float, atol: float) -> None:
     """Raise unless every element is within the tolerances; NaN and inf only where expected."""
-    given = wide(actual)
-    assert_equal(given.shape, want.shape, f"{what}: shape")
-    if not np.allclose(given, want, rtol=rtol, atol=atol, equal_nan=True):
-        apart = ~np.isclose(given, want, rtol=rtol, atol=atol, equal_nan=True)
+    values = wide(actual)
+    assert_equal(values.shape, want.shape, f"{what}: shape")
+    if not np.allclose(values, want, rtol=rtol, atol=atol, equal_nan=True):
+        apart = ~np.isclose(values, want, rtol=rtol, atol=atol, equal_nan=True)
         first = tuple(np.argwhere(apart)[0])
-        assert_equal(given[first], want[first], f"{what}: {apart.sum()} apart, first at {first}")
+        assert_equal(values[first], want[first], f"{what}: {apart.sum()} apart, first at {first}")
 
 
 def near_dtype(actual: torch.Tensor, want: Array, dtype: torch.dtype, what: object) -> None:

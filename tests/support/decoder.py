@@ -135,9 +135,9 @@ class Case:
         options = KINDS[kind]
         self.ring, self.dtype, self.what = ring, dtype, f"{kind}, {dtype}"
         self.config = config = replace(CONFIG, **options.get("config", {}))
-        whole = whole_layers(config, LAYERS, biases=options.get("biases", False))
-        whole = [cast(layer, dtype, "cpu") for layer in whole]
-        self.parts = [self._parts(layer, options.get("quantized")) for layer in whole]
+        full_layers = whole_layers(config, LAYERS, biases=options.get("biases", False))
+        full_layers = [cast(layer, dtype, "cpu") for layer in full_layers]
+        self.parts = [self._parts(layer, options.get("quantized")) for layer in full_layers]
         self.layers = [cast(parts[ring.rank], dtype, ring.device) for parts in self.parts]
         draw = torch.Generator().manual_seed(5)
         self.x = torch.randn(SEQUENCES, TOKENS, config.hidden, generator=draw).to(dtype)
@@ -166,20 +166,20 @@ class Case:
         return reference(x, layers, self.config, rotary=self.rotary, final_norm=norm)
 
     def cache(self, make: Any = contiguous, sequences: int = SEQUENCES) -> Any:
-        how = {"ranks": self.ring.size, "dtype": self.dtype, "device": self.ring.device}
-        return make(self.config, LAYERS, sequences, **how)
+        kwargs = {"ranks": self.ring.size, "dtype": self.dtype, "device": self.ring.device}
+        return make(self.config, LAYERS, sequences, **kwargs)
 
     def call(self, cache: Any, first: int, end: int, **more: Any) -> torch.Tensor:
         """Run the tokens from ``first`` to ``end`` of every sequence."""
         device = self.ring.device
         final = self.final_norm
-        how: dict[str, Any] = {"start": first, "config": self.config}
-        how["final_norm"] = None if final is None else final.to(device)
+        kwargs: dict[str, Any] = {"start": first, "config": self.config}
+        kwargs["final_norm"] = None if final is None else final.to(device)
         if self.rotary is not None:
             interleaved = self.rotary == "interleaved"
-            how["rotary"] = tables(self.config, interleaved=interleaved, device=device)
-        given = self.x[:, first:end].to(device)
-        return ops.fused_multi_transformer(given, self.layers, cache, **(how | more))
+            kwargs["rotary"] = tables(self.config, interleaved=interleaved, device=device)
+        tokens = self.x[:, first:end].to(device)
+        return ops.fused_multi_transformer(tokens, self.layers, cache, **(kwargs | more))
 
     def near(self, actual: torch.Tensor, expected: Array, what: str) -> None:
         assert_equal(actual.dtype, self.dtype, f"{self.what}, {what}: dtype")

@@ -13,6 +13,6 @@ def mesh_of(ring: Any) -> DeviceMesh:
     """Return a mesh over all ranks, on a stock group that stays until another test ends it."""
     kind = ring.device.type
     if not dist.is_initialized():
-        place = {"rank": ring.rank, "world_size": ring.size, "timeout": timedelta(seconds=30)}
-        dist.init_process_group(STOCK[kind], store=store_of(), **place)
+        kwargs = {"rank": ring.rank, "world_size": ring.size, "timeout": timedelta(seconds=30)}
+        dist.init_process_group(STOCK[kind], store=store_of(), **kwargs)
     return init_device_mesh(kind, (ring.size,))

@@ -178,11 +178,11 @@ class Block:
         every, before = pushers + self.kernel.takers - size, self.index - 1 - size
         if before < 0:
             return self.index - 1 if self.index else None
-        found, more = (
+        takers, more = (
             max(0, i - pushers) if self.call.few else i * (every - pushers) // every
             for i in (before, before + 1)
         )
-        return size + found if more > found else None
+        return size + takers if more > takers else None
 
     def claim(self, work: int) -> int:
         """Return the next item of a work."""
@@ -308,16 +308,16 @@ class Block:
             self.poke(to, self.half("flag", self.me, index), (self.number, row))
 
     def is_raised(self, source: int, row: int) -> int:
-        place = self.half("flag", source, row % self.call.slots)
-        return READY if self.rank.memory.get(place) == (self.number, row) else source
+        address = self.half("flag", source, row % self.call.slots)
+        return READY if self.rank.memory.get(address) == (self.number, row) else source
 
     def empty(self, source: int, row: int, rows: int) -> Generator[float, None, None]:
         """Read a slot, and free it where one of the ``rows`` may need it."""
         index = row % self.call.slots
         for cell in range(index * self.call.cells, (index + 1) * self.call.cells):
-            found = self.rank.memory.get(self.half("cell", source, cell))
-            if found != (self.call.number, source, row):
-                raise Violation(f"rank {self.me} finds {found}, not row {row} of {source}")
+            value = self.rank.memory.get(self.half("cell", source, cell))
+            if value != (self.call.number, source, row):
+                raise Violation(f"rank {self.me} finds {value}, not row {row} of {source}")
             yield 0
         if row + self.call.slots < rows:
             self.free(source, index, row)
@@ -344,8 +344,8 @@ class Block:
             free = partial(self.is_free, rank, row % self.call.slots, self.last(row))
             if not (yield from self.wait(free)):
                 return False
-        for here in (True, False):
-            some = {rank: row for rank, row in rows.items() if (rank == self.me) == here}
+        for local in (True, False):
+            some = {rank: row for rank, row in rows.items() if (rank == self.me) == local}
             if some:
                 yield from self.fill(some)
         return True
@@ -410,12 +410,12 @@ class Block:
                 return False
             if turn > self.kernel.last_pass:
                 return True
-            own = every[share :: self.kernel.pushers]
-            now = [(to, token) for to, token in own if token // self.call.slots == turn]
+            assigned = every[share :: self.kernel.pushers]
+            now = [(to, token) for to, token in assigned if token // self.call.slots == turn]
             for first in range(0, len(now), GROUP):
                 if not (yield from self.push_group(now[first : first + GROUP])):
                     return False
-            passes = [token // self.call.slots for _, token in own]
+            passes = [token // self.call.slots for _, token in assigned]
             self.kernel.last_pass = max(self.kernel.last_pass, *passes, 0)
             self.kernel.pushed += 1
 

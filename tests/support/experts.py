@@ -55,31 +55,31 @@ class Routing:
 
     def lines(self, rank: int) -> list[Row | None]:
         """Return the rows of a rank, expert by expert, None for an unused one."""
-        found: list[Row | None] = []
+        padded: list[Row | None] = []
         for expert in range(rank * self.local, (rank + 1) * self.local):
             rows = self.chosen(expert)[: self.capacity] if expert < self.num_experts else []
-            found += [*rows, *[None] * (self.capacity - len(rows))]
-        return found
+            padded += [*rows, *[None] * (self.capacity - len(rows))]
+        return padded
 
     def tables(self, rank: int) -> dict[str, Array]:
         """Return positions, sources, counts and demand of a rank's handle."""
         everywhere = [self.lines(owner) for owner in range(self.size)]
         positions = np.full((len(self.ids[rank]), self.top_k), -1, np.int32)
         for lines in everywhere:
-            for place, row in enumerate(lines):
+            for index, row in enumerate(lines):
                 if row is not None and row.rank == rank:
-                    positions[row.token, row.choice] = place
-        own = everywhere[rank]
-        sources = np.full((len(own), 4), -1, np.int32)
-        for place, row in enumerate(own):
+                    positions[row.token, row.choice] = index
+        local_rows = everywhere[rank]
+        sources = np.full((len(local_rows), 4), -1, np.int32)
+        for index, row in enumerate(local_rows):
             if row is not None:
-                same = [p for p, r in enumerate(own) if r is not None and r[:2] == row[:2]]
-                same.sort(key=lambda p: own[p].choice)  # type: ignore[union-attr]
-                at = same.index(place)
+                same = [p for p, r in enumerate(local_rows) if r is not None and r[:2] == row[:2]]
+                same.sort(key=lambda p: local_rows[p].choice)  # type: ignore[union-attr]
+                at = same.index(index)
                 following = same[at + 1] + 1 if at + 1 < len(same) else 0
-                sources[place] = (*row, (at == 0) + 2 * following)
+                sources[index] = (*row, (at == 0) + 2 * following)
         demand = [len(self.chosen(e)) if self.here(rank) else 0 for e in range(self.num_experts)]
-        counts = np.array([row is not None for row in own], np.int32)
+        counts = np.array([row is not None for row in local_rows], np.int32)
         return {
             "positions": positions,
             "sources": sources,
@@ -95,8 +95,8 @@ class Routing:
 
     def row_weights(self, rank: int) -> Array:
         lines = self.lines(rank)
-        found = [0 if r is None else self.weights[r.rank][r.token, r.choice] for r in lines]
-        return np.array(found, np.float32)
+        weights = [0 if r is None else self.weights[r.rank][r.token, r.choice] for r in lines]
+        return np.array(weights, np.float32)
 
     def combined(self, y: list[Array], rank: int, *, weighted: bool = True) -> Array:
         """Return the sums of a rank's tokens, each step rounded to the dtype of ``y``."""
@@ -105,8 +105,8 @@ class Routing:
         for owner in range(self.size):
             partial: dict[int, Array] = {}
             lines = [(p, r) for p, r in enumerate(self.lines(owner)) if r and r.rank == rank]
-            for place, row in sorted(lines, key=lambda one: one[1].choice):
-                value = y[owner].reshape(-1, out.shape[1])[place]
+            for index, row in sorted(lines, key=lambda one: one[1].choice):
+                value = y[owner].reshape(-1, out.shape[1])[index]
                 if weighted:
                     value = self.weights[rank][row.token, row.choice].astype(y[0].dtype) * value
                 total = partial.get(row.token)
@@ -127,9 +127,9 @@ class Routing:
         """Return the gradient of ``combined`` for a rank's weights, in float64."""
         out = np.zeros((len(self.ids[rank]), self.top_k))
         for owner in range(self.size):
-            for place, row in enumerate(self.lines(owner)):
+            for index, row in enumerate(self.lines(owner)):
                 if row is not None and row.rank == rank:
-                    value = y[owner].reshape(-1, y[owner].shape[2])[place].astype("f8")
+                    value = y[owner].reshape(-1, y[owner].shape[2])[index].astype("f8")
                     out[row.token, row.choice] = value @ grads[rank][row.token].astype("f8")
         return out
 

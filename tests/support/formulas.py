@@ -36,9 +36,9 @@ def product(inputs: list[Array], rank: int) -> Array:
 def mean(inputs: list[Array], rank: int) -> Array:
     """Divide the sum by the number of ranks, in the dtype of the inputs; integers are truncated."""
     if inputs[0].dtype.kind in "iu":
-        given = total(inputs, rank)  # wraps around
-        exact = [abs(int(x)) // len(inputs) * (-1 if x < 0 else 1) for x in given.ravel()]
-        return np.array(exact, given.dtype).reshape(given.shape)
+        wrapped = total(inputs, rank)  # wraps around
+        exact = [abs(int(x)) // len(inputs) * (-1 if x < 0 else 1) for x in wrapped.ravel()]
+        return np.array(exact, wrapped.dtype).reshape(wrapped.shape)
     return np.asarray(total(inputs, rank) / np.asarray(len(inputs)).astype(inputs[0].real.dtype))
 
 
@@ -69,8 +69,8 @@ def total_or_zeros(inputs: list[Array], rank: int) -> Array:
 
 
 def joined_at_root(inputs: list[Array], rank: int) -> Array:
-    whole = joined(inputs, rank)
-    return whole if rank == ROOT else whole[:0]
+    full = joined(inputs, rank)
+    return full if rank == ROOT else full[:0]
 
 
 def parts_for_rank(inputs: list[Array], rank: int) -> Array:

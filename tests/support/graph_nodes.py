@@ -14,14 +14,14 @@ def parts(captured: "graph.CapturedFunction[..., Any]") -> list[list[str]]:
     On a GPU: the name of each kernel, and "memcpy" or "memset"; on a CPU: the operators.
     """
     (entry,) = captured.entries.captured
-    found = []
+    names = []
     for segments in entry.graphs:
         recordings = [part for part in segments.parts if isinstance(part, CudaRecording)]
         if recordings:
-            found.append([name for part in recordings for name in _nodes(part)])
+            names.append([name for part in recordings for name in _nodes(part)])
         else:
-            found.append(segments.names)
-    return found
+            names.append(segments.names)
+    return names
 
 
 def _nodes(recording: CudaRecording) -> list[str]:

@@ -75,9 +75,9 @@ def optimizer(comm: Any, case: Case, params: list[torch.nn.Parameter]) -> Any:
             members = range(node * case.shards, (node + 1) * case.shards)
             made = commlib.new_ring(20 + node, members)
             rings |= {"shard_ring": made} if node == mine else {}
-        for place in range(case.shards if case.crosses else 0):
-            made = commlib.new_ring(30 + place, range(place, comm.size, case.shards))
-            rings |= {"cross_ring": made} if place == comm.rank % case.shards else {}
+        for shard in range(case.shards if case.crosses else 0):
+            made = commlib.new_ring(30 + shard, range(shard, comm.size, case.shards))
+            rings |= {"cross_ring": made} if shard == comm.rank % case.shards else {}
     skipped = {id(params[n]) for n in range(3, len(params), 4)}
     return ops.DistributedFusedLamb(
         params,
@@ -122,8 +122,8 @@ class Reference:
         direction = mean / (np.sqrt(square) + 1e-6)
         if n < 3 or (n - 3) % 4:
             direction = direction + self.case.weight_decay * self.weights[n]
-        own, other = np.linalg.norm(self.weights[n]), np.linalg.norm(direction)
-        ratio = own / other if own > 0 and other > 0 else 1.0
+        weight_norm, other = np.linalg.norm(self.weights[n]), np.linalg.norm(direction)
+        ratio = weight_norm / other if weight_norm > 0 and other > 0 else 1.0
         self.weights[n] = self.weights[n] - self.case.lr * ratio * direction
 
 

@@ -39,6 +39,6 @@ class Layers:
         return [torch.zeros(shape, device=self.ring.device) for _ in self.weights[0]]
 
     def __call__(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        found = Legacy(x, *self.weights, ring_id=0, **how)
-        y: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        result = Legacy(x, *self.weights, ring_id=0, **how)
+        y: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return y

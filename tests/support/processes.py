@@ -33,12 +33,12 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without any rendezvous, plus ``more``."""
-    kept = {
+    base_env = {
         name: value
         for name, value in os.environ.items()
         if name not in RENDEZVOUS and not name.startswith(LAUNCHERS)
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    return {**base_env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
 def start(*arguments: str, fresh: bool = False, **more: str) -> "subprocess.Popen[str]":

@@ -306,9 +306,9 @@ class TwoShot(ReduceScatter):
         super().__init__(kernel, index)
         self.slice = -(-self.vectors // self.ranks)
         width = kernel.threads // len(self.peers)
-        part, place = divmod(self.thread, width)
+        part, lane = divmod(self.thread, width)
         self.peer, self.reduces = self.peers[part], part == 0
-        self.mine = range(self.block * width + place, self.slice, kernel.blocks * width)
+        self.mine = range(self.block * width + lane, self.slice, kernel.blocks * width)
 
     def holds(self, owner: int, i: int) -> bool:
         return owner * self.slice + i < self.vectors

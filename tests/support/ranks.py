@@ -134,7 +134,7 @@ class Ranks:
     def _spawn(self, rank: int) -> "_Member":
         server = _forkserver()
         jobs, their_jobs = server.Pipe()
-        where, their_where = server.Pipe(duplex=False)
+        stacks, their_where = server.Pipe(duplex=False)
         environment = self.place.environment(self.store.port, rank, self.size)
         process = server.Process(
             target=_worker,
@@ -145,7 +145,7 @@ class Ranks:
         process.start()
         their_jobs.close()  # so that the end of the process is the end of the pipe
         their_where.close()
-        return _Member(process, jobs, where)
+        return _Member(process, jobs, stacks)
 
     def _run(
         self,

@@ -54,13 +54,13 @@ def layouts(comm: Any, op: Operator) -> None:
             want = op.expected(comm, inputs)
             for mode in MODES.values():
                 frame = Framed(tuple(want.shape), dtype, comm.device, out_layout)
-                what = f"{dtype} {name} {mode}"
+                label = f"{dtype} {name} {mode}"
                 before = frame.view.clone()
-                given = op(inputs[comm.rank], out=frame.view, **mode)
-                assert_equal(given is frame.view, True, f"{what}: returns out")
+                actual = op(inputs[comm.rank], out=frame.view, **mode)
+                assert_equal(actual is frame.view, True, f"{label}: returns out")
                 settle(comm)
-                assert_bits_equal(frame.view, want if op.writes(comm) else before, what)
-                frame.intact(what)
+                assert_bits_equal(frame.view, want if op.writes(comm) else before, label)
+                frame.intact(label)
 
 
 def _layouts() -> Iterator[tuple[str, str, str]]:
@@ -85,9 +85,9 @@ def sharing(comm: Any, op: Operator) -> None:
         for dtype in op.few():
             x, want = op.example(comm, dtype=dtype)
             if op.in_place:
-                given = op(x, out=x, **mode)
-                assert_equal(given.data_ptr(), x.data_ptr(), "address in place")
-                assert_bits_equal(given, want, f"in place {dtype} {name}")
+                actual = op(x, out=x, **mode)
+                assert_equal(actual.data_ptr(), x.data_ptr(), "address in place")
+                assert_bits_equal(actual, want, f"in place {dtype} {name}")
                 x, want = op.example(comm, dtype=dtype)
             buffer = x.new_empty(max(x.numel(), want.numel()) + 1)
             near = buffer[1 : 1 + x.numel()].view(x.shape).copy_(x)
@@ -140,9 +140,9 @@ def raw(comm: Any, op: Operator) -> None:
     """Without fences the program orders the streams; synchronising the device is one way."""
     x, want = op.example(comm)
     settle(comm)
-    given = op(x, use_calc_stream=False, fenced=False)
+    actual = op(x, use_calc_stream=False, fenced=False)
     settle(comm)
-    assert_bits_equal(given, want, "fenced=False")
+    assert_bits_equal(actual, want, "fenced=False")
 
 
 def compiled(comm: Any, op: Operator) -> None:
@@ -161,9 +161,9 @@ def compiled(comm: Any, op: Operator) -> None:
     settle(comm)  # eager calls without fences need it, before and after
     results = graph(inputs), body(inputs)
     settle(comm)
-    for given, eager, want in zip(*results, wants, strict=True):
-        assert_bits_equal(given, eager, "compiled against eager")
-        assert_bits_equal(given, want, "compiled")
+    for actual, eager, want in zip(*results, wants, strict=True):
+        assert_bits_equal(actual, eager, "compiled against eager")
+        assert_bits_equal(actual, want, "compiled")
 
 
 def compiled_out(comm: Any, op: Operator) -> None:
@@ -173,10 +173,10 @@ def compiled_out(comm: Any, op: Operator) -> None:
     for layout in STRIDED:
         frame = Framed(tuple(want.shape), want.dtype, comm.device, layout)
         wanted = want if op.writes(comm) else frame.view.clone()
-        given = graph(x, frame.view)
+        actual = graph(x, frame.view)
         assert_bits_equal(frame.view, wanted, f"out {layout}")
         if op.writes(comm):
-            assert_bits_equal(given, want, f"result with out {layout}")
+            assert_bits_equal(actual, want, f"result with out {layout}")
         frame.intact(layout)
 
 

@@ -62,11 +62,11 @@ def assert_same_as_stock(ring: Any, program: Callable[[torch.device], Any]) -> N
     stock, ours = results
     assert_equal(len(ours), len(stock), "results")
     for number, (actual, expected) in enumerate(zip(ours, stock, strict=True)):
-        what = f"result {number} of {program.__name__}"
+        label = f"result {number} of {program.__name__}"
         if isinstance(expected, torch.Tensor):
-            assert_bits_equal(actual, expected, what)
+            assert_bits_equal(actual, expected, label)
         else:
-            assert_equal(actual, expected, what)
+            assert_equal(actual, expected, label)
 
 
 def leaves(result: Any) -> Iterator[Any]:

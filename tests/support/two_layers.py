@@ -28,8 +28,8 @@ def pair(
 ) -> tuple[nn.Module, nn.Module, Any]:
     """Return two equal models, and the captured form of the second."""
     eager = model_on(device)
-    own = copy.deepcopy(eager)
-    return eager, own, graph.capture(own, gradients=gradients, **options)
+    replica = copy.deepcopy(eager)
+    return eager, replica, graph.capture(replica, gradients=gradients, **options)
 
 
 def same_grads(eager: nn.Module, own: nn.Module, what: str) -> None:

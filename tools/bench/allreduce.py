@@ -41,9 +41,9 @@ refusal = gpu_refusal
 
 def run(nproc: int, rounds: int, peers: str | None = None) -> Report:
     """Measure on ``nproc`` GPUs, one a rank; ``peers`` is a folder of libraries."""
-    found = launch_with_peers("allreduce", nproc, peers, rounds=rounds)
+    results = launch_with_peers("allreduce", nproc, peers, rounds=rounds)
     said = None if peers is None else contents(peers, "allreduce")
-    return report(found, {"nproc": nproc, "rounds": rounds}, multicast(os.environ), said)
+    return report(results, {"nproc": nproc, "rounds": rounds}, multicast(os.environ), said)
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _measure(ways: Ways, rounds: int) -> dict[str, Any]:
         for n in GRAPH_BYTES
     }
     norms = {f"{n} x {WIDTH}": NormWays(ways, n) for n in (TOKENS if available() else ())}
-    found = {
+    results = {
         "graph": graph,
         "eager": {size_label(n): _eager(ways, n // DTYPE.itemsize, rounds) for n in EAGER_BYTES},
         "fused": {
@@ -85,7 +85,7 @@ def _measure(ways: Ways, rounds: int) -> dict[str, Any]:
         "failed": ways.watch.failed,
     }
     ways.close()
-    return found
+    return results
 
 
 def _replayed(
@@ -105,11 +105,11 @@ def _replayed(
         name: graph.turn if name in OWN else ways.watch.meter(name, graph.turn)
         for name, graph in graphs.items()
     }
-    found = interleave(turns, rounds=rounds)
+    samples = interleave(turns, rounds=rounds)
     for graph in graphs.values():
         graph.close()
     torch.cuda.empty_cache()
-    return found
+    return samples
 
 
 def _captured(ways: Ways, name: str, way: Way, where: str) -> Captured | None:

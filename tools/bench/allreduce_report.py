@@ -122,7 +122,7 @@ class Point(NamedTuple):
 
 def _points(sizes: Mapping[str, Samples], ours: str, among: Sequence[str] | None) -> list[Point]:
     """Return our ratio to the best peer of each size that has one."""
-    best = {size: _best(found, among) for size, found in sizes.items()}
+    best = {size: _best(samples, among) for size, samples in sizes.items()}
     return [
         Point(ratio(sizes[size][ours], sizes[size][name]).middle, size, name)
         for size, name in best.items()
@@ -145,15 +145,15 @@ def _graph_findings(sizes: Mapping[str, Samples], nproc: int) -> Iterator[str]:
         if worst is None:
             yield f"{span}: every peer of torch failed"
             continue
-        what = f"{span}, {OURS} / the best peer of torch, at worst ({worst.size}, {worst.peer})"
+        label = f"{span}, {OURS} / the best peer of torch, at worst ({worst.size}, {worst.peer})"
         if nproc in limits:
-            yield target(what, worst.part, limits[nproc])
+            yield target(label, worst.part, limits[nproc])
         else:
-            yield f"{what}: {number(worst.part)}; no target on {nproc} GPUs"
+            yield f"{label}: {number(worst.part)}; no target on {nproc} GPUs"
 
 
 def _eager_findings(sizes: Mapping[str, Samples]) -> Iterator[str]:
-    slowest = max(spread(found[EAGER]).middle for found in sizes.values())
+    slowest = max(spread(samples[EAGER]).middle for samples in sizes.values())
     yield target(f"eager, {EAGER}, at worst", slowest * 1e6, EAGER_US, " µs")
     for name, limit in ((SYMM, OF_SYMM), (DIST, OF_DIST)):
         worst = max(_points(sizes, EAGER, (name,)), key=lambda point: point.part)
@@ -168,8 +168,8 @@ def _norm_findings(sizes: Mapping[str, Samples]) -> Iterator[str]:
     if worst is None:
         yield "fused: every peer of torch failed"
         return
-    what = f"fused, {OURS_NORM} / the best peer of torch, at worst ({worst.size}, {worst.peer})"
-    yield target(what, worst.part, OF_NORM)
+    label = f"fused, {OURS_NORM} / the best peer of torch, at worst ({worst.size}, {worst.peer})"
+    yield target(label, worst.part, OF_NORM)
 
 
 def _of_all(found: dict[str, Any], libraries: str) -> Iterator[str]:
@@ -180,8 +180,8 @@ def _of_all(found: dict[str, Any], libraries: str) -> Iterator[str]:
         for n in GRAPH_BYTES
     }
     for part, size, name in _points(found["graph"], OURS, None):
-        what = f"graph, {size}, {OURS} / the best of all peers ({name})"
-        yield target(what, part, limits[size])
+        label = f"graph, {size}, {OURS} / the best of all peers ({name})"
+        yield target(label, part, limits[size])
     fused = {name for samples in found["fused"].values() for name in samples}
     flashinfer = [name for name in fused if name.startswith(FLASHINFER) and "+" not in name]
     for part, size, name in _points(found["fused"], OURS_NORM, flashinfer):

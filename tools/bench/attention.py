@@ -57,8 +57,8 @@ def run(nproc: int, rounds: int, rows: int | None = None, width: int | None = No
     usual = ON_GPUS if backend == "nccl" else ON_CPUS
     heads, head_dim = _heads(width or usual[1], nproc)
     settings: dict[str, Any] = {"rows": rows or usual[0], "width": heads * head_dim}
-    found = launch("attention", nproc, backend=backend, rounds=rounds, **settings)
-    return report(found, {"nproc": nproc, "rounds": rounds, **settings}, backend)
+    results = launch("attention", nproc, backend=backend, rounds=rounds, **settings)
+    return report(results, {"nproc": nproc, "rounds": rounds, **settings}, backend)
 
 
 def report(found: dict[str, Any], settings: dict[str, int], backend: str) -> Report:
@@ -134,17 +134,17 @@ def _parts(
         # use_calc_stream, and the gradients by x and by the weight
         call = torch.ops.commlib.column_linear_grad
         for _ in range(IN_A_ROW):
-            found = call(grad, x, weight, ring.ring_id, ring.size, True, True, True, False)
+            grads = call(grad, x, weight, ring.ring_id, ring.size, True, True, True, False)
         settle()
-        return list(found)
+        return list(grads)
 
     def sequential() -> list[torch.Tensor]:
         for _ in range(IN_A_ROW):
             partial_sum = grad @ weight
             total = ring.all_reduce(torch.empty_like(partial_sum), partial_sum)
-            found = [total, grad.t() @ x]
+            grads = [total, grad.t() @ x]
         settle()
-        return found
+        return grads
 
     return {OVERLAPPED: overlapped, SEQUENTIAL: sequential}
 

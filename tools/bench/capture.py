@@ -81,12 +81,12 @@ class Goal(NamedTuple):
 
     def finding(self, samples: Samples) -> str:
         """Say whether it is met."""
-        what = f"{self.kind}, {self.figure.partition(',')[0]}, {self.ours}"
+        label = f"{self.kind}, {self.figure.partition(',')[0]}, {self.ours}"
         if self.over:
             more = spread(samples[self.ours]).middle - spread(samples[self.peer]).middle
-            return target(f"{what} over {self.peer}", more * 1e6, self.limit, " µs")
+            return target(f"{label} over {self.peer}", more * 1e6, self.limit, " µs")
         part = ratio(samples[self.ours], samples[self.peer]).middle
-        return target(f"{what} / {self.peer}", part, self.limit)
+        return target(f"{label} / {self.peer}", part, self.limit)
 
 
 GOALS = (
@@ -102,7 +102,7 @@ GOALS = (
 
 def report(found: dict[str, Any], settings: dict[str, int]) -> Report:
     """Turn the samples of each kind and figure into a table and findings."""
-    samples, known = found["samples"], found["graph"]
+    samples, stats = found["samples"], found["graph"]
     return Report(
         name="capture",
         caption=CAPTION.format(**settings),
@@ -110,7 +110,7 @@ def report(found: dict[str, Any], settings: dict[str, int]) -> Report:
         rows=tuple(_rows(samples)),
         findings=(
             *(goal.finding(samples[goal.kind][goal.figure]) for goal in GOALS),
-            f"sequence: a graph of {known['nodes']} nodes, captured in {known['seconds']:.2f} s",
+            f"sequence: a graph of {stats['nodes']} nodes, captured in {stats['seconds']:.2f} s",
         ),
         settings=settings,
     )
@@ -118,8 +118,8 @@ def report(found: dict[str, Any], settings: dict[str, int]) -> Report:
 
 def _rows(samples: Mapping[str, Mapping[str, Samples]]) -> Iterator[Row]:
     for kind, figure, peer in dict.fromkeys((each.kind, each.figure, each.peer) for each in GOALS):
-        found, unit = samples[kind][figure], UNITS[figure]
-        yield from timing_rows(found, (peer,), unit, kind, figure)
+        by_peer, unit = samples[kind][figure], UNITS[figure]
+        yield from timing_rows(by_peer, (peer,), unit, kind, figure)
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def measure(rounds: int) -> dict[str, Any]:
     """
     ring = commlib.init("nccl", timeout=TIMEOUT)  # makes this rank's GPU the current one
     memory = _memory(ring.device)
-    sequence, known = _sequence(ring, rounds)
+    sequence, stats = _sequence(ring, rounds)
     samples = {
         "sequence": sequence,
         "module": {WALL: _module(ring, rounds)},
@@ -140,7 +140,7 @@ def measure(rounds: int) -> dict[str, Any]:
         "memory": {RESERVED: memory},
     }
     commlib.shutdown()
-    return {"samples": samples, "graph": known}
+    return {"samples": samples, "graph": stats}
 
 
 def _sequence(ring: CommContext, rounds: int) -> tuple[dict[str, Samples], dict[str, float]]:
@@ -148,14 +148,14 @@ def _sequence(ring: CommContext, rounds: int) -> tuple[dict[str, Samples], dict[
     ours, bare = captured(updates[OURS].step), by_hand(updates[BARE].step)
     calls: dict[str, Call] = {OURS: ours, BARE: bare.replay, EAGER: updates[EAGER].step}
     check("sequence", {name: updates[name].after(call) for name, call in calls.items()})
-    found: dict[str, Samples] = {
+    samples: dict[str, Samples] = {
         HOST: _hosts(calls, rounds, UPDATE_BURST),
         WALL: walls(ring, calls, rounds),
     }
     (row,) = graph.report(ours)
     ours.reset()
     bare.reset()  # before the communicator that it uses is closed
-    return found, {"nodes": row["nodes"], "seconds": row["capture_seconds"]}
+    return samples, {"nodes": row["nodes"], "seconds": row["capture_seconds"]}
 
 
 def _module(ring: CommContext, rounds: int) -> Samples:
@@ -172,11 +172,11 @@ def _module(ring: CommContext, rounds: int) -> Samples:
     }
     calls = {name: partial(passes[name].both, forward) for name, forward in forwards.items()}
     check("module", {name: passes[name].after(call) for name, call in calls.items()})
-    found = walls(ring, calls, rounds)
+    samples = walls(ring, calls, rounds)
     ours.reset()
     lent.reset()
     added.reset()
-    return found
+    return samples
 
 
 def _tiny(device: torch.device, rounds: int) -> Samples:
@@ -184,10 +184,10 @@ def _tiny(device: torch.device, rounds: int) -> Samples:
     ours, bare = captured(counters[OURS].count), by_hand(counters[BARE].count)
     calls: dict[str, Call] = {OURS: ours, BARE: bare.replay, EAGER: counters[EAGER].count}
     check("tiny", {name: counters[name].after(call) for name, call in calls.items()})
-    found = _hosts(calls, rounds, TINY_BURST)
+    samples = _hosts(calls, rounds, TINY_BURST)
     ours.reset()
     bare.reset()
-    return found
+    return samples
 
 
 def _memory(device: torch.device) -> Samples:

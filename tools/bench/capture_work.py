@@ -22,14 +22,14 @@ Call = Callable[[], object]
 
 def captured(call: Call) -> graph.CapturedFunction[[], object]:
     """Capture a call by commlib; it has been called once then."""
-    found = graph.capture(call)
-    found()
-    return found
+    function = graph.capture(call)
+    function()
+    return function
 
 
 def by_hand(call: Call) -> torch.cuda.CUDAGraph:
     """Capture a call as torch's manual says: warmed up, on a stream and in its own pool."""
-    found, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    cuda_graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
@@ -37,15 +37,15 @@ def by_hand(call: Call) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     gc.collect()  # a graph that dies in mid capture would break it
     # Other threads of this process may go on with what a capture forbids.
-    with torch.cuda.graph(found, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(cuda_graph, stream=stream, capture_error_mode="thread_local"):
         call()
-    return found
+    return cuda_graph
 
 
 def check(kind: str, results: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise ``AssertionError`` where a way has another result than the eager one, in any bit."""
-    for name, found in results.items():
-        pairs = zip(found, results[EAGER], strict=True)
+    for name, actual in results.items():
+        pairs = zip(actual, results[EAGER], strict=True)
         if not all(torch.equal(_bits(one), _bits(expected)) for one, expected in pairs):
             raise AssertionError(f"{kind}, {name}: not the bits of the eager calls")
 

@@ -44,9 +44,9 @@ def run(nproc: int, rounds: int, rows: int | None = None, classes: int | None = 
     backend = backend_for(nproc)
     usual = ON_GPUS if backend == "nccl" else ON_CPUS
     settings: dict[str, Any] = {"rows": rows or usual[0], "classes": classes or usual[1] * nproc}
-    found = launch("class_center", nproc, backend=backend, rounds=rounds, **settings)
+    results = launch("class_center", nproc, backend=backend, rounds=rounds, **settings)
     device = "GPUs" if backend == "nccl" else "CPUs"
-    return report(found, {"nproc": nproc, "rounds": rounds, **settings}, device)
+    return report(results, {"nproc": nproc, "rounds": rounds, **settings}, device)
 
 
 def report(found: dict[str, Any], settings: dict[str, int], device: str) -> Report:
@@ -105,8 +105,8 @@ def _legacy(
     if ring.size > 1:
         dist.all_reduce(sizes)
     edges = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    known, places = label.unique(return_inverse=True)
-    starts = torch.searchsorted(known, edges)
+    unique, places = label.unique(return_inverse=True)
+    starts = torch.searchsorted(unique, edges)
     counts = starts.diff().clamp(min=samples)
     begins = counts.cumsum(0) - counts
     owner = torch.bucketize(label, edges, right=True) - 1
@@ -114,7 +114,7 @@ def _legacy(
     first, end, base, count = torch.stack(
         [starts[ring.rank], starts[ring.rank + 1], edges[ring.rank], counts[ring.rank]]
     ).tolist()
-    positives = known[first:end] - base
+    positives = unique[first:end] - base
     keys = torch.randint(classes, (classes,), device=label.device)
     keys[positives] = positives - classes
     return remapped, keys.sort(stable=True)[1][:count]

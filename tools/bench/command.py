@@ -92,12 +92,12 @@ def run_bench(
     here, ``out`` can't be written, or the folder of peers has no library.
     """
     progress = Console(stderr=True)
-    given = {name: value for name, value in options.items() if value is not None}
-    refusal = _refusal(names, nproc, rounds, given) or (folder_refusal(out) if out else None)
+    passed = {name: value for name, value in options.items() if value is not None}
+    refusal = _refusal(names, nproc, rounds, passed) or (folder_refusal(out) if out else None)
     if refusal:
         _say(progress, refusal, "red")
         return 2
-    codes = [_one(progress, name, out, nproc, rounds, given) for name in names or BENCHMARKS]
+    codes = [_one(progress, name, out, nproc, rounds, passed) for name in names or BENCHMARKS]
     return max(codes)
 
 
@@ -113,11 +113,11 @@ def run_tune(nproc: int, path: Path = kernel_table.TABLE) -> int:
         return 2
     try:
         with progress.status("measuring the kernels"):
-            found = tune.tune(nproc, path)
+            table = tune.tune(nproc, path)
     except (LaunchError, subprocess.TimeoutExpired) as error:
         _say(progress, f"measuring failed: {error}", "red")
         return 1
-    for collective, rows in found.items():
+    for collective, rows in table.items():
         for row in rows:
             _say(
                 progress,
@@ -169,10 +169,10 @@ def _one(
         return 0
     machine = facts()
     run: Any = benchmark.run
-    own = {option: value for option, value in options.items() if option in _options(name)}
+    kwargs = {option: value for option, value in options.items() if option in _options(name)}
     try:
         with progress.status(f"{name}, {rounds or benchmark.ROUNDS} rounds"):
-            report = run(nproc, rounds or benchmark.ROUNDS, **own)
+            report = run(nproc, rounds or benchmark.ROUNDS, **kwargs)
     except (LaunchError, subprocess.TimeoutExpired) as error:
         _say(progress, f"{name} failed: {error}", "red")
         return 1

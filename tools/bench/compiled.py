@@ -72,8 +72,8 @@ def _rows(samples: Mapping[str, Samples]) -> Iterator[Row]:
 def _findings(samples: Mapping[str, Samples]) -> Iterator[str]:
     for goal in GOALS:
         part = ratio(samples[goal.kind][OURS], samples[goal.kind][THEIRS]).middle
-        what = f"{goal.kind}, {goal.figure.partition(',')[0]}, {OURS} / {THEIRS}"
-        yield target(what, part, goal.limit)
+        label = f"{goal.kind}, {goal.figure.partition(',')[0]}, {OURS} / {THEIRS}"
+        yield target(label, part, goal.limit)
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -100,15 +100,15 @@ def measure(rounds: int) -> dict[str, Any]:
 def compiled(work: Passes) -> Forward:
     """Compile a module for our graphs."""
     options: dict[str, Any] = {"verify": False, "on_fail": "raise", **fixed_kernels()}
-    found: Forward = torch.compile(work.module, backend=graph.backend, options=options)
-    return found
+    forward: Forward = torch.compile(work.module, backend=graph.backend, options=options)
+    return forward
 
 
 def by_inductor(work: Passes, mode: str = "default") -> Forward:
     """Compile a module as a mode of ``torch.compile`` does, into the same kernels."""
     options = {**torch._inductor.list_mode_options(mode), **fixed_kernels()}
-    found: Forward = torch.compile(work.module, options=options)
-    return found
+    forward: Forward = torch.compile(work.module, options=options)
+    return forward
 
 
 def fixed_kernels() -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _in_steps(forward: Forward) -> Forward:
 
     def call(x: torch.Tensor) -> torch.Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        found: torch.Tensor = forward(x)
-        return found
+        output: torch.Tensor = forward(x)
+        return output
 
     return call
 

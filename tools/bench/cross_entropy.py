@@ -52,8 +52,8 @@ def run(
     usual = ON_GPUS if backend == "nccl" else ON_CPUS
     settings: dict[str, Any] = {"rows": rows or usual[0], "classes": classes or usual[1]}
     settings |= {"dtype": dtype or usual[2]}
-    found = launch("cross_entropy", nproc, backend=backend, rounds=rounds, **settings)
-    return report(found, {"nproc": nproc, "rounds": rounds, **settings})
+    results = launch("cross_entropy", nproc, backend=backend, rounds=rounds, **settings)
+    return report(results, {"nproc": nproc, "rounds": rounds, **settings})
 
 
 def report(found: dict[str, Any], settings: dict[str, Any]) -> Report:

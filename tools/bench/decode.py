@@ -61,8 +61,8 @@ def refusal(nproc: int) -> str | None:
 def run(nproc: int, rounds: int) -> Report:
     """Measure on ``nproc`` GPUs, one a rank, or a tiny decoder on CPUs where there are fewer."""
     backend = backend_for(nproc)
-    found = launch("decode", nproc, backend=backend, rounds=rounds)
-    return report(found, {"nproc": nproc, "rounds": rounds}, backend == "nccl")
+    results = launch("decode", nproc, backend=backend, rounds=rounds)
+    return report(results, {"nproc": nproc, "rounds": rounds}, backend == "nccl")
 
 
 def report(found: dict[str, Any], settings: dict[str, int], on_gpus: bool) -> Report:
@@ -80,22 +80,22 @@ def report(found: dict[str, Any], settings: dict[str, int], on_gpus: bool) -> Re
 
 
 def _rows(samples: Mapping[str, Samples]) -> Iterator[Row]:
-    for batch, found in samples.items():
-        yield from timing_rows(found, (BY_NCCL, LEGACY), 1e6, batch)
+    for batch, times in samples.items():
+        yield from timing_rows(times, (BY_NCCL, LEGACY), 1e6, batch)
 
 
 def _targets(samples: Mapping[str, Samples], on_gpus: bool) -> Iterator[str]:
     for peer, limit in LIMITS.items():
-        worst = max(ratio(found[OURS], found[peer]).middle for found in samples.values())
+        worst = max(ratio(times[OURS], times[peer]).middle for times in samples.values())
         name = f"{OURS} / {peer}, worst batch"
         yield target(name, worst, limit, measurable=on_gpus)
 
 
 def _reductions(samples: Mapping[str, Samples], on_gpus: bool) -> Iterator[str]:
-    worst = max(ratio(found[REDUCTIONS], found[BARE]).middle for found in samples.values())
+    worst = max(ratio(times[REDUCTIONS], times[BARE]).middle for times in samples.values())
     yield target(f"{REDUCTIONS} / {BARE}, worst batch", worst, SLACK, measurable=on_gpus)
-    for batch, found in samples.items():
-        alone, bare, step = (spread(found[name]).middle * 1e6 for name in (REDUCTIONS, BARE, OURS))
+    for batch, times in samples.items():
+        alone, bare, step = (spread(times[name]).middle * 1e6 for name in (REDUCTIONS, BARE, OURS))
         yield (
             f"batch {batch}: reductions with norms {number(alone)} µs, {alone / step:.0%} of a "
             f"step; bare sums {number(bare)} µs"
@@ -138,12 +138,12 @@ def _samples(work: "Work", batch: int, rounds: int) -> Samples:
     _check({name: step.after(call) for name, call in calls.items()})
     calls |= {name: captured[name] for name in (REDUCTIONS, BARE)}
     meters = {name: partial(slowest_seconds, ring, call, CALLS) for name, call in calls.items()}
-    found = interleave(meters, rounds=rounds)
+    samples = interleave(meters, rounds=rounds)
     for ours in captured.values():
         ours.reset()
     for by_torch in graphs:
         by_torch.reset()  # before the communicator that it uses is closed
-    return found
+    return samples
 
 
 def _check(found: Mapping[str, Tensor]) -> None:
@@ -248,8 +248,8 @@ class Step:
         attention = prepare(
             work.cache, work.config.head_dim, positions, work.rotary, self.x, False, kernels=False
         )
-        given = work.layers, attention, reduce, work.config, work.norm, None
-        y = decode_layers(self.x, *given, linear=F.linear)
+        args = work.layers, attention, reduce, work.config, work.norm, None
+        y = decode_layers(self.x, *args, linear=F.linear)
         self.y.copy_(y)
 
     def _summed(

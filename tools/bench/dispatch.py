@@ -63,14 +63,14 @@ def run(nproc: int, rounds: int, peers: str | None = None) -> Report:
     """
     backend = backend_for(nproc)
     folder = peers if backend == "nccl" else None
-    found = launch_with_peers("dispatch", nproc, folder, backend=backend, rounds=rounds)
+    results = launch_with_peers("dispatch", nproc, folder, backend=backend, rounds=rounds)
     settings: dict[str, object] = {"nproc": nproc, "rounds": rounds}
     notes: list[str] = []
     if peers is not None:
         settings["peers"] = "FOLDER"
         notes.append(contents(peers, "dispatch") if folder else NOT_CALLED)
-    notes.extend(failures(found["failed"]))
-    return report(found["tokens"], settings, backend, notes)
+    notes.extend(failures(results["failed"]))
+    return report(results["tokens"], settings, backend, notes)
 
 
 def report(
@@ -130,11 +130,11 @@ def measure(
     """
     with ring_and_group(backend) as ring, torch.no_grad():
         watch = Watch(ring, journal, lost, settler(ring))
-        found = {
+        samples = {
             str(tokens): _samples(Work(ring, tokens, *MODEL[backend]), rounds, watch, libraries)
             for tokens in TOKENS[backend]
         }
-        return {"tokens": found, "failed": watch.failed}
+        return {"tokens": samples, "failed": watch.failed}
 
 
 def _samples(
@@ -142,16 +142,16 @@ def _samples(
 ) -> dict[str, Samples]:
     work.check()
     peers = ExpertPeers(work.ring, work.tokens, work.receivers, watch, libraries)
-    there = work.dispatch, partial(work.dispatch, "fp8"), work.bare_dispatch, work.packed_dispatch
+    sends = work.dispatch, partial(work.dispatch, "fp8"), work.bare_dispatch, work.packed_dispatch
     back = work.combine, work.bare_combine, work.packed_combine
     samples: dict[str, Samples] = {}
     for way, calls, more in (
-        (DISPATCH, there, peers.dispatches),
+        (DISPATCH, sends, peers.dispatches),
         (COMBINE, back, peers.combines),
     ):
         named: dict[str, Call] = dict(zip(CALLS[way], calls, strict=True))
-        where = f"{len(work.x)} tokens, {way}, in a graph"
-        samples[way] = _raced(work.ring, named, more, rounds, watch, where)
+        label = f"{len(work.x)} tokens, {way}, in a graph"
+        samples[way] = _raced(work.ring, named, more, rounds, watch, label)
     return samples
 
 
@@ -172,8 +172,8 @@ def _raced(
     turns = meters(bursts, calls=1, settle=settler(ring))
     for name in peers.keys() & turns.keys():
         turns[name] = watch.meter(name, turns[name])
-    found = interleave(turns, rounds=rounds)
-    return {name: [value / BURST for value in values] for name, values in found.items()}
+    samples = interleave(turns, rounds=rounds)
+    return {name: [value / BURST for value in values] for name, values in samples.items()}
 
 
 def _burst(call: Call, ring: CommContext) -> Call:

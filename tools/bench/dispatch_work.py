@@ -41,8 +41,8 @@ class Work:
     def dispatch(self, quantize: str | None = None) -> Dispatched:
         """Send the tokens to their experts."""
         numbers = self.experts, self.capacity
-        how: dict[str, Any] = {"weights": self.weights, "on_overflow": "drop"}
-        return ops.expert_dispatch(self.x, self.ids, *numbers, quantize=quantize, **how)
+        kwargs: dict[str, Any] = {"weights": self.weights, "on_overflow": "drop"}
+        return ops.expert_dispatch(self.x, self.ids, *numbers, quantize=quantize, **kwargs)
 
     def combine(self) -> torch.Tensor:
         """Bring the rows of one dispatch back to their tokens."""
@@ -58,8 +58,8 @@ class Work:
             "all_to_all_single": (self.packed_combine(), self.expected, 0.1),
             "fp8": (wide.flatten(2), self.sent_rows.rows, 0.5),
         }
-        for name, (found, expected, limit) in apart.items():
-            most = float((found.float() - expected.float()).abs().max())
+        for name, (actual, expected, limit) in apart.items():
+            most = float((actual.float() - expected.float()).abs().max())
             if most > limit:
                 raise AssertionError(f"{name}: {most} from what was sent")
 

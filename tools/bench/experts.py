@@ -50,8 +50,8 @@ def run(
     usual = ON_GPUS if backend == "nccl" else ON_CPUS
     settings: dict[str, Any] = {"rows": rows or usual[0], "width": width or usual[1]}
     settings["experts"] = experts or usual[2]
-    found = launch("experts", nproc, backend=backend, rounds=rounds, **settings)
-    return report(found, {"nproc": nproc, "rounds": rounds, **settings}, backend == "nccl")
+    results = launch("experts", nproc, backend=backend, rounds=rounds, **settings)
+    return report(results, {"nproc": nproc, "rounds": rounds, **settings}, backend == "nccl")
 
 
 def report(samples: Samples, settings: dict[str, int], on_gpus: bool) -> Report:
@@ -83,8 +83,8 @@ def measure(
             if not torch.equal(pair(), work.x):
                 raise AssertionError(f"{name}: other rows came back")
         bursts = {name: _burst(pair, settler(ring)) for name, pair in pairs.items()}
-        found = race(bursts, rounds=rounds, calls=1)
-        return {name: [value / BURST for value in values] for name, values in found.items()}
+        samples = race(bursts, rounds=rounds, calls=1)
+        return {name: [value / BURST for value in values] for name, values in samples.items()}
 
 
 def _burst(pair: Callable[[], Any], settle: Callable[[], Any]) -> Callable[[], None]:
@@ -117,27 +117,27 @@ class _Work:
             self.ours(plain.ring_id)  # the first call decides what carries the rows
 
     def ours(self, ring_id: int) -> torch.Tensor:
-        there = ops.global_scatter(self.x, self.local, self.expected, ring_id)
-        return ops.global_gather(there, self.local, self.expected, ring_id)
+        scattered = ops.global_scatter(self.x, self.local, self.expected, ring_id)
+        return ops.global_gather(scattered, self.local, self.expected, ring_id)
 
     def packed(self) -> torch.Tensor:
         """One message a rank; the parts are put in order in their own copy."""
         sends, takes = self.sent.sum(1).tolist(), self.taken.sum(1).tolist()
         came = self.x.new_empty((sum(takes), self.x.shape[1]))
         dist.all_to_all_single(came, self.x, takes, sends)
-        there = torch.cat(_turned(came, self.taken))
-        came = torch.cat(_turned(there, self.taken.T))
+        scattered = torch.cat(_turned(came, self.taken))
+        came = torch.cat(_turned(scattered, self.taken.T))
         back = torch.empty_like(self.x)
         dist.all_to_all_single(back, came, sends, takes)
         return back
 
     def an_expert_at_a_time(self) -> torch.Tensor:
         """The launches of the legacy operator."""
-        there = self.x.new_empty((int(self.taken.sum()), self.x.shape[1]))
+        scattered = self.x.new_empty((int(self.taken.sum()), self.x.shape[1]))
         back, parts = torch.empty_like(self.x), self.x.split(self.local.tolist())
-        self._rounds(parts, there.split(self.taken.T.reshape(-1).tolist()), to_experts=True)
+        self._rounds(parts, scattered.split(self.taken.T.reshape(-1).tolist()), to_experts=True)
         places = back.split(self.local.tolist())
-        self._rounds(places, there.split(self.taken.T.reshape(-1).tolist()), to_experts=False)
+        self._rounds(places, scattered.split(self.taken.T.reshape(-1).tolist()), to_experts=False)
         return back
 
     def _rounds(
@@ -150,14 +150,14 @@ class _Work:
         ring, size = self.ring, self.ring.size
         for expert in range(self.experts):
             mine = held[ring.rank * self.experts + expert]
-            own = sorted_[expert * size + ring.rank]
-            (own if to_experts else mine).copy_(mine if to_experts else own)
+            local_part = sorted_[expert * size + ring.rank]
+            (local_part if to_experts else mine).copy_(mine if to_experts else local_part)
             with ring.group():
                 for peer in (p for p in range(size) if p != ring.rank):
-                    there = sorted_[expert * size + peer]
-                    here = held[peer * self.experts + expert]
-                    ring.send(here if to_experts else there, peer=peer)
-                    ring.recv(there if to_experts else here, peer=peer)
+                    sorted_part = sorted_[expert * size + peer]
+                    held_part = held[peer * self.experts + expert]
+                    ring.send(held_part if to_experts else sorted_part, peer=peer)
+                    ring.recv(sorted_part if to_experts else held_part, peer=peer)
 
 
 def _turned(rows: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:

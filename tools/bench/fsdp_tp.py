@@ -80,22 +80,22 @@ def refusal(nproc: int) -> str | None:
 def run(nproc: int, rounds: int) -> Report:
     """Measure on ``nproc`` GPUs, one per rank, or tiny models on CPUs where there are fewer."""
     backend = backend_for(nproc)
-    found = launch("fsdp_tp", nproc, backend=backend, rounds=rounds)
+    results = launch("fsdp_tp", nproc, backend=backend, rounds=rounds)
     if backend == "nccl":
-        memory = found[COMPUTE][MEMORY] = {}
+        memory = results[COMPUTE][MEMORY] = {}
         for way in WAYS:
             before, after = launch("fsdp_tp", nproc, backend=backend, way=way)
             memory[way] = [before]
             if way == OURS:
                 memory[VERIFIED] = [after]
-    return report(found, {"nproc": nproc, "rounds": rounds}, backend)
+    return report(results, {"nproc": nproc, "rounds": rounds}, backend)
 
 
 def report(found: Found, settings: dict[str, int], backend: str) -> Report:
     """Turn the samples of each size into a table and findings."""
     on_gpus, tensor = backend == "nccl", parts(settings["nproc"])
     sizes = (
-        f"{name}: " + ", ".join(f"{size} {what}" for what, size in values.items())
+        f"{name}: " + ", ".join(f"{size} {label}" for label, size in values.items())
         for name, values in (ON_GPUS if on_gpus else ON_CPUS).items()
     )
     return Report(
@@ -147,11 +147,11 @@ def _times(found: Found, on_gpus: bool) -> Iterator[str]:
 def _memory(found: Found) -> Iterator[str]:
     samples = found[COMPUTE].get(MEMORY)
     for peer in PEERS:
-        what = f"{COMPUTE}, memory, {OURS} / {peer}"
+        label = f"{COMPUTE}, memory, {OURS} / {peer}"
         if samples is None:
-            yield f"{NEEDS_GPUS}: {what}"
+            yield f"{NEEDS_GPUS}: {label}"
         else:
-            yield target(what, ratio(samples[OURS], samples[peer]).middle, MOST)
+            yield target(label, ratio(samples[OURS], samples[peer]).middle, MOST)
             part = ratio(samples[VERIFIED], samples[peer]).middle
             yield f"{COMPUTE}, memory, {VERIFIED} / {peer}: {number(part)}"
 
@@ -167,13 +167,13 @@ def measure(backend: str, rounds: int = ROUNDS, way: str | None = None) -> Any:
     ring = commlib.init(backend, timeout=TIMEOUT)  # makes this rank's GPU the current one
     program().make_rings(parts(ring.size))
     with _quick(ring):
-        found: Any
+        results: Any
         if way is None:
-            found = {size: {STEP: _steps(ring, size, rounds)} for size in LIMITS}
+            results = {size: {STEP: _steps(ring, size, rounds)} for size in LIMITS}
         else:
-            found = _taken(ring, way)
+            results = _taken(ring, way)
     commlib.shutdown()
-    return found
+    return results
 
 
 def _quick(ring: CommContext) -> AbstractContextManager[Any]:
@@ -195,17 +195,17 @@ def _steps(ring: CommContext, size: str, rounds: int) -> Samples:
         way: partial(slowest_seconds, ring, training.step, calls)
         for way, training in trainings.items()
     }
-    found = interleave(meters, rounds=rounds)
+    samples = interleave(meters, rounds=rounds)
     torch.compiler.reset()  # releases the graphs; else the next size is compiled for any shape
-    return found
+    return samples
 
 
 def check(size: str, losses: Mapping[str, Sequence[float]]) -> None:
     """Raise ``AssertionError`` where a way leads to other losses than the eager one."""
-    for way, found in losses.items():
-        for loss, expected in zip(found, losses[EAGER], strict=True):
+    for way, actual in losses.items():
+        for loss, expected in zip(actual, losses[EAGER], strict=True):
             if not abs(loss - expected) <= NEAR * abs(expected):
-                raise AssertionError(f"{size}, {way}: losses {found}, expected {losses[EAGER]}")
+                raise AssertionError(f"{size}, {way}: losses {actual}, expected {losses[EAGER]}")
 
 
 def _taken(ring: CommContext, way: str) -> tuple[int, int]:
@@ -261,15 +261,15 @@ Forward = Callable[..., torch.Tensor]
 def _from_graphs(model: torch.nn.Module, verify: int) -> Forward:
     # Attention adds its gradients in any order: bits of a verified replay differ.
     options: dict[str, Any] = {"on_fail": "raise", "verify": verify, "tolerance": TOLERANCE}
-    found: Forward = torch.compile(
+    forward: Forward = torch.compile(
         model, fullgraph=True, dynamic=False, backend=graph.backend, options=options
     )
-    return found
+    return forward
 
 
 def _compiled(model: torch.nn.Module, verify: int) -> Forward:
-    found: Forward = torch.compile(model, fullgraph=True, dynamic=False)
-    return found
+    forward: Forward = torch.compile(model, fullgraph=True, dynamic=False)
+    return forward
 
 
 def _eager(model: torch.nn.Module, verify: int) -> Forward:

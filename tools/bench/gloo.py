@@ -47,12 +47,12 @@ def report(sizes: dict[str, Samples], settings: dict[str, int]) -> Report:
         columns=timing_columns("µs", bases, "size", over=DIST),
         rows=tuple(
             row
-            for size, found in sizes.items()
-            for row in timing_rows(found, bases, 1e6, size, over=DIST)
+            for size, samples in sizes.items()
+            for row in timing_rows(samples, bases, 1e6, size, over=DIST)
         ),
         findings=tuple(
-            target(f"{size}, {name} / {peer}", ratio(found[name], found[peer]).middle, LIMIT)
-            for size, found in sizes.items()
+            target(f"{size}, {name} / {peer}", ratio(samples[name], samples[peer]).middle, LIMIT)
+            for size, samples in sizes.items()
             for name, peer in PEER.items()
         ),
         settings=settings,

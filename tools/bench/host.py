@@ -81,14 +81,14 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def _measure(ring: CommContext, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Release the symmetric memory at the end, before the group is destroyed."""
-    peers, found = _peers(ring), {}
+    peers, samples = _peers(ring), {}
     for host in (IDLE, BUSY):
         # One rank keeps all cores busy, and the others wait until it has begun.
         with busy_host() if host == BUSY and ring.rank == 0 else nullcontext():
             ring.exchange([])
-            found[host] = race(peers, rounds=rounds, calls=CALLS, settle=torch.cuda.synchronize)
+            samples[host] = race(peers, rounds=rounds, calls=CALLS, settle=torch.cuda.synchronize)
             ring.exchange([])
-    return found
+    return samples
 
 
 def _peers(ring: CommContext) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def _peers(ring: CommContext) -> dict[str, Any]:
     one_shot = torch.ops.symm_mem.one_shot_all_reduce
     ring.connect()
     engine: Any = ring._engine
-    bare, place = engine._connection.collective(), x.data_ptr()
+    bare, ptr = engine._connection.collective(), x.data_ptr()
     stream = torch.cuda.current_stream(ring.device).cuda_stream
     return {
-        BARE: lambda: bare.allReduce(place, place, 1, FLOAT32, SUM, stream),
+        BARE: lambda: bare.allReduce(ptr, ptr, 1, FLOAT32, SUM, stream),
         VERB: lambda: ring.all_reduce(out, x),
         IN_PLACE: lambda: ops.all_reduce(x, out=x),
         FRESH: lambda: ops.all_reduce(x),

@@ -55,15 +55,15 @@ def run(nproc: int, rounds: int) -> Report:
 
 def report(runs: dict[str, list[Run]], settings: dict[str, int]) -> Report:
     """Turn the interpreters' figures into a table and findings."""
-    found = {statement: [one["whole"] for one in each] for statement, each in runs.items()}
-    found[AFTER] = [one["after"] for one in runs[BOTH]]
+    samples = {statement: [one["whole"] for one in each] for statement, each in runs.items()}
+    samples[AFTER] = [one["after"] for one in runs[BOTH]]
     return Report(
         name="import",
         caption=CAPTION,
         columns=timing_columns("ms", (TORCH,)),
-        rows=tuple(timing_rows(found, (TORCH,), 1e3)),
+        rows=tuple(timing_rows(samples, (TORCH,), 1e3)),
         findings=(
-            target(AFTER, spread(found[AFTER]).middle * 1e3, LIMIT_MS, " ms"),
+            target(AFTER, spread(samples[AFTER]).middle * 1e3, LIMIT_MS, " ms"),
             *(_opened(statement, each) for statement, each in runs.items()),
         ),
         settings=settings,

@@ -49,9 +49,9 @@ def run(nproc: int, rounds: int, width: int | None = None) -> Report:
     """
     backend = backend_for(nproc)
     width = width or (ON_GPUS if backend == "nccl" else ON_CPUS)
-    found = launch("lamb", nproc, backend=backend, rounds=rounds, width=width)
+    results = launch("lamb", nproc, backend=backend, rounds=rounds, width=width)
     device = "GPUs" if backend == "nccl" else "CPUs"
-    return report(found, {"nproc": nproc, "rounds": rounds, "width": width}, device)
+    return report(results, {"nproc": nproc, "rounds": rounds, "width": width}, device)
 
 
 def report(found: dict[str, Any], settings: dict[str, int], device: str) -> Report:
@@ -83,13 +83,13 @@ def measure(backend: str, rounds: int, width: int) -> dict[str, Any]:
     """Return, on each rank, times, bytes of memory, and how much the weights differ."""
     with ring_and_group(backend) as ring:
         ours, captured, theirs = (parameters(ring, width) for _ in range(3))
-        how = {**HOW, "is_grad_scaled_by_nranks": False}
-        eager = ops.DistributedFusedLamb(ours, ring, **how)
-        whole = ops.DistributedFusedLamb(captured, ring, **how)
+        kwargs = {**HOW, "is_grad_scaled_by_nranks": False}
+        eager = ops.DistributedFusedLamb(ours, ring, **kwargs)
+        graphed = ops.DistributedFusedLamb(captured, ring, **kwargs)
         peer = ForeachLamb(theirs, **HOW)
         for params in (ours, captured):
             give(ring, params)
-        step = graph.capture(whole.step)
+        step = graph.capture(graphed.step)
         work: dict[str, Callable[[], Any]] = {
             OURS: eager.step,
             CAPTURED: step,
@@ -122,10 +122,10 @@ def shapes(width: int) -> list[tuple[int, ...]]:
 def parameters(ring: CommContext, width: int) -> list[torch.nn.Parameter]:
     """Return weights, the same on every rank, with the gradients of this rank."""
     draw = torch.Generator(ring.device).manual_seed(1)
-    where: dict[str, Any] = {"device": ring.device, "generator": draw}
-    found = [torch.nn.Parameter((torch.randn(s, **where) / 32).bfloat16()) for s in shapes(width)]
-    give(ring, found)
-    return found
+    kwargs: dict[str, Any] = {"device": ring.device, "generator": draw}
+    params = [torch.nn.Parameter((torch.randn(s, **kwargs) / 32).bfloat16()) for s in shapes(width)]
+    give(ring, params)
+    return params
 
 
 def give(ring: CommContext, params: list[torch.nn.Parameter]) -> None:
@@ -150,8 +150,8 @@ def with_gradients(params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
 
 def nbytes(tensors: list[torch.Tensor]) -> int:
     """Return the bytes of the memory that tensors are in, such as flat buffers with padding."""
-    found = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _settled(call: Any, settle: Any) -> None:

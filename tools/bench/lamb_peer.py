@@ -55,8 +55,8 @@ class ForeachLamb:
         torch._foreach_add_(directions, self.master, alpha=self.weight_decay)
         weights = torch.stack(torch._foreach_norm(self.master))
         lengths = torch.stack(torch._foreach_norm(directions))
-        known = (weights > 0) & (lengths > 0)
-        ratios = torch.where(known, weights / lengths, 1.0) * self.lr
+        nonzero = (weights > 0) & (lengths > 0)
+        ratios = torch.where(nonzero, weights / lengths, 1.0) * self.lr
         torch._foreach_mul_(directions, list(ratios.unbind()))
         torch._foreach_sub_(self.master, directions)
         torch._foreach_copy_(self.params, self.master)

@@ -23,10 +23,10 @@ def launch(
     fails or the deadline passes.
     """
     with tempfile.TemporaryDirectory(prefix="commlib-bench-") as folder:
-        place = Path(folder)
-        result = place / "result.json"
+        path = Path(folder)
+        result = path / "result.json"
         program = ["-m", "commlib.tools.bench.rank", name, json.dumps(settings)]
         program += [str(result), str(RANK_DEADLINE_S), SHARED if shared else OWN]
-        where = environment(unified)
-        launch_ranks(name, program, nproc, where, place, RANK_DEADLINE_S)
+        env = environment(unified)
+        launch_ranks(name, program, nproc, env, path, RANK_DEADLINE_S)
         return json.loads(result.read_text())

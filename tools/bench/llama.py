@@ -156,10 +156,10 @@ def _decode(ring: CommContext, rounds: int) -> Samples:
 
         return call
 
-    found = walls(ring, {name: begun(name) for name in (OURS, BARE)}, rounds)
+    samples = walls(ring, {name: begun(name) for name in (OURS, BARE)}, rounds)
     ours.reset()
     bare.reset()
-    return found
+    return samples
 
 
 def _pass(ring: CommContext, rounds: int) -> Samples:
@@ -183,9 +183,9 @@ def _pass(ring: CommContext, rounds: int) -> Samples:
     peers: dict[str, Call] = {OURS: calls[OURS], GRAPHED: calls[GRAPHED], COMPILED: by_compiler}
     for _ in range(3):
         by_compiler()
-    found = walls(ring, peers, rounds)
+    samples = walls(ring, peers, rounds)
     ours.reset()
-    return found
+    return samples
 
 
 def _first_call(device: torch.device, rounds: int) -> Samples:
@@ -209,11 +209,11 @@ def _checks(device: torch.device, rounds: int) -> dict[str, float]:
     for training in (checked, plain):
         for _ in range(WARM_UPS):
             training.step()
-    found = {"eager": _seconds(checked.step, calls=5)}
+    results = {"eager": _seconds(checked.step, calls=5)}
     captured, unchecked = graph.capture(checked.step), graph.capture(plain.step, verify=False)
-    found["first_bytes"] = _most_bytes(captured)
+    results["first_bytes"] = _most_bytes(captured)
     captured()
-    found["bytes"] = _most_bytes(captured)  # of the second verified call
+    results["bytes"] = _most_bytes(captured)  # of the second verified call
     unchecked()
 
     def steps() -> float:
@@ -228,15 +228,15 @@ def _checks(device: torch.device, rounds: int) -> dict[str, float]:
     samples = interleave(meters, rounds=min(rounds, CHECK_ROUNDS))
     part = ratio(samples[OURS], samples[BARE]).middle - 1
     for number, verified in VERIFIED.items():
-        found[str(number)] = part * verified / VERIFIED[FEW] * FEW / number
+        results[str(number)] = part * verified / VERIFIED[FEW] * FEW / number
     (row,) = graph.report(captured)
-    found["each"] = row["verify_seconds"] / row["verified"]
-    found["replay"] = statistics.median(samples[BARE])
+    results["each"] = row["verify_seconds"] / row["verified"]
+    results["replay"] = statistics.median(samples[BARE])
     captured.reset()
     unchecked.reset()
     if row["verified"] != VERIFIED[FEW]:
         raise AssertionError(f"{row['verified']} of {FEW} steps were verified")
-    return found
+    return results
 
 
 def _seconds(call: Callable[[], object], calls: int = 1) -> float:

@@ -69,17 +69,17 @@ class Decoder:
                 for name in split:
                     setattr(part, name, Column(getattr(part, name), ring))
                 setattr(part, join, Row(getattr(part, join), ring))
-        own = LlamaConfig(**self.model.config.to_dict())
-        own.num_key_value_heads //= ring.size
-        own.num_attention_heads //= ring.size
-        self.cache = StaticCache(config=own, max_cache_len=CACHED)
+        config = LlamaConfig(**self.model.config.to_dict())
+        config.num_key_value_heads //= ring.size
+        config.num_attention_heads //= ring.size
+        self.cache = StaticCache(config=config, max_cache_len=CACHED)
         self.token = torch.full((1, 1), 5, device=ring.device)
 
     @torch.no_grad()
     def next(self) -> Tensor:
         """Return the next token."""
-        found = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True)
-        token: Tensor = found.logits[:, -1:].argmax(-1)
+        outputs = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True)
+        token: Tensor = outputs.logits[:, -1:].argmax(-1)
         return token
 
     def begin(self) -> None:

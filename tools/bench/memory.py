@@ -42,8 +42,8 @@ def run(nproc: int, rounds: int) -> Report:
     """Measure on ``nproc`` GPUs, one a rank: each program ``rounds`` times, taking turns."""
     runs: dict[str, list[list[Step]]] = {name: [] for name in PROGRAMS}
     for _ in range(rounds):
-        for name, found in runs.items():
-            found.append(launch("memory", nproc, unified=name == UNIFIED, program=name))
+        for name, repeats in runs.items():
+            repeats.append(launch("memory", nproc, unified=name == UNIFIED, program=name))
     return report(runs, {"nproc": nproc, "rounds": rounds})
 
 
@@ -56,8 +56,8 @@ def report(runs: dict[str, list[list[Step]]], settings: dict[str, int]) -> Repor
         columns=(*columns, "communicators", "torch.distributed initialised"),
         rows=tuple(
             _row(program, same)
-            for program, found in runs.items()
-            for same in zip(*found, strict=True)
+            for program, repeats in runs.items()
+            for same in zip(*repeats, strict=True)
         ),
         findings=_findings(runs[UNIFIED]),
         settings=settings,

@@ -98,9 +98,9 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
         plain = commlib.new_ring(1, home.ranks)
     assert plain is not None  # every rank is a member
     turn = _Turn({OURS: home, NCCL: plain})
-    found = {kind: turn.race(compute, rounds) for kind, compute in _computes(home.device).items()}
+    samples = {kind: turn.race(compute, rounds) for kind, compute in _computes(home.device).items()}
     commlib.shutdown()
-    return found
+    return samples
 
 
 def _computes(device: torch.device) -> dict[str, _Compute]:

@@ -41,11 +41,11 @@ def refusal(nproc: int) -> str | None:
 def run(nproc: int, rounds: int) -> Report:
     """Measure on ``nproc`` ranks, each way in fresh processes."""
     shared = shares_gpu(nproc)
-    found: dict[str, list[list[int]]] = {GRAPHS: [], EAGER: []}
+    runs: dict[str, list[list[int]]] = {GRAPHS: [], EAGER: []}
     for _ in range(rounds):
-        for name, taken in found.items():
+        for name, taken in runs.items():
             taken.append(launch("pipeline", nproc, shared=shared, captured=name == GRAPHS))
-    return report(found, {"nproc": nproc, "rounds": rounds}, shared=shared)
+    return report(runs, {"nproc": nproc, "rounds": rounds}, shared=shared)
 
 
 def report(
@@ -118,8 +118,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (self._heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        found: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
-        return found
+        output: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return output
 
 
 def stage_layers(number: int, stages: int, size: Size) -> list[nn.Module]:
@@ -135,9 +135,9 @@ def stage_layers(number: int, stages: int, size: Size) -> list[nn.Module]:
 def measure(captured: bool) -> list[int]:
     """Return the bytes taken after the steps of each number of microbatches."""
     ring = commlib.init("nccl", timeout=TIMEOUT)
-    found = train(ring, Size(), MICROBATCHES, captured=captured)
+    results = train(ring, Size(), MICROBATCHES, captured=captured)
     commlib.shutdown()
-    return [taken for taken, _ in found]
+    return [taken for taken, _ in results]
 
 
 def train(
@@ -156,16 +156,16 @@ def train(
     optimizer = torch.optim.AdamW(
         [x for stage in stages.values() for x in stage.parameters()], lr=1e-4, fused=True
     )
-    found: list[tuple[int, list[Tensor]]] = []
+    results: list[tuple[int, list[Tensor]]] = []
     for schedule in schedules:
         for step in range(STEPS):
             losses = _step(ring, schedule, stages, size, edges, step)
             optimizer.step()
             optimizer.zero_grad()
         taken = max(row[0] for row in ring.exchange([before - _free(ring)]))
-        found.append((taken, losses))
+        results.append((taken, losses))
     edges.close()
-    return found
+    return results
 
 
 def _stages(ring: CommContext, size: Size, captured: bool) -> dict[int, nn.Module]:

@@ -33,15 +33,15 @@ def draw(path: Path, title: str, sizes: Mapping[int, Samples]) -> None:
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = dict.fromkeys(name for found in sizes.values() for name in found)
+    names = dict.fromkeys(name for samples in sizes.values() for name in samples)
     for name, style in zip(names, chain([OURS], cycle(THEIRS)), strict=False):
-        there = [nbytes for nbytes, found in sizes.items() if name in found]
-        times = [spread(sizes[nbytes][name]) for nbytes in there]
+        measured = [nbytes for nbytes, samples in sizes.items() if name in samples]
+        times = [spread(sizes[nbytes][name]) for nbytes in measured]
         middle = [time.middle * 1e6 for time in times]
         low, high = [time.low * 1e6 for time in times], [time.high * 1e6 for time in times]
         label = f"commlib: {name}" if style is OURS else name
-        (line,) = axes.plot(there, middle, markersize=4, label=label, **style)
-        axes.fill_between(there, low, high, alpha=0.25, color=line.get_color(), linewidth=0)
+        (line,) = axes.plot(measured, middle, markersize=4, label=label, **style)
+        axes.fill_between(measured, low, high, alpha=0.25, color=line.get_color(), linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(list(sizes), [size_label(nbytes) for nbytes in sizes], rotation=45)

@@ -67,9 +67,9 @@ def _rows(samples: Mapping[str, Samples]) -> Iterator[Row]:
 
 def _findings(samples: Mapping[str, Samples]) -> Iterator[str]:
     for batch, (base, limits) in GOALS.items():
-        found = samples[str(batch)]
+        times = samples[str(batch)]
         for name, limit in limits.items():
-            part = ratio(found[name], found[base]).middle
+            part = ratio(times[name], times[base]).middle
             yield target(f"batch {batch}, {name} / {base}", part, limit)
 
 
@@ -121,8 +121,8 @@ class Layers:
 
     def check(self, calls: Mapping[str, Callable[[], list[torch.Tensor]]]) -> None:
         """Raise where the kernels' results are not those of the converted weights."""
-        for found, expected in zip(calls["int8"](), calls[CONVERTED](), strict=True):
-            largest = float((found - expected).abs().max() / expected.abs().max())
+        for actual, expected in zip(calls["int8"](), calls[CONVERTED](), strict=True):
+            largest = float((actual - expected).abs().max() / expected.abs().max())
             if not largest <= NEAR:
                 raise AssertionError(f"int8: results differ by {largest} of the largest")
 

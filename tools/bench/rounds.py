@@ -63,16 +63,16 @@ def meters(
 
 def interleave(meters: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
     """Return what the meter of each peer says, one value a round; the first rounds are left out."""
-    found: dict[str, list[float]] = {name: [] for name in meters}
+    samples: dict[str, list[float]] = {name: [] for name in meters}
     gc.collect()
     gc.freeze()  # else each collection walks all of torch
     for number in range(-WARM_ROUNDS, rounds):
         for name in turns(list(meters), number):
             value = meters[name]()
             if number >= 0:
-                found[name].append(value)
+                samples[name].append(value)
     gc.unfreeze()
-    return found
+    return samples
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:

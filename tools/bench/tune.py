@@ -46,8 +46,8 @@ def tune(nproc: int, path: Path) -> dict[str, tuple[Row, ...]]:
 
     Returns the rows by collective. Raises ``LaunchError``.
     """
-    found = launch("tune", nproc, rounds=ROUNDS)
-    rows = {collective: tuple(Row(*row) for row in given) for collective, given in found.items()}
+    results = launch("tune", nproc, rounds=ROUNDS)
+    rows = {collective: tuple(Row(*row) for row in lists) for collective, lists in results.items()}
     collectives = {collective: dict(sizes) for collective, sizes in kernel_table.table().items()}
     for collective, measured in rows.items():
         collectives[collective][nproc] = measured
@@ -92,9 +92,9 @@ def _by_part() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _extend(found: list[Row], times: Mapping[Row, float], nbytes: int) -> None:
     """Let the last row go on to ``nbytes``, or add the fastest one where that is worth a row."""
-    kept = found and times.get(found[-1]._replace(most=nbytes))
+    extended = found and times.get(found[-1]._replace(most=nbytes))
     ours = min(times, key=times.__getitem__)
-    if kept and kept * WORTH <= times[ours]:
+    if extended and extended * WORTH <= times[ours]:
         found[-1] = found[-1]._replace(most=nbytes)
     else:
         found.append(ours)
@@ -112,7 +112,7 @@ class _Bench:
 
     def rows(self, collective: str, kernels: Sequence[str], sizes: Iterable[int]) -> list[Row]:
         """Return the fastest row up to each size, and NCCL from where that is faster."""
-        found: list[Row] = []
+        fastest: list[Row] = []
         for nbytes in sizes:
             times = {
                 row: self._time(self._pushed(collective, row))
@@ -121,27 +121,27 @@ class _Bench:
             best = min(times.values(), default=None)
             if best is None or self._time(self._by_nccl(collective, nbytes)) < best:
                 break
-            _extend(found, times, nbytes)
-        if found and collective == "all_reduce" and found[-1].most == SIZES[-1]:
-            found[-1] = found[-1]._replace(most=MOST)
-        return found
+            _extend(fastest, times, nbytes)
+        if fastest and collective == "all_reduce" and fastest[-1].most == SIZES[-1]:
+            fastest[-1] = fastest[-1]._replace(most=MOST)
+        return fastest
 
     def norm_rows(self) -> list[Row]:
         """Return the fastest rows of the fused norm; what is fastest for most is so for more."""
-        found: list[Row] = []
+        fastest: list[Row] = []
         for count in NORM_ROWS:
             x = self.x[: count * NORM_ITEMS].view(count, NORM_ITEMS)
             candidates = product(NORM_KERNELS, NORM_THREADS, NORM_BLOCKS)
             rows = [Row(x.nbytes, *candidate) for candidate in candidates]
-            _extend(found, {row: self._time(self._normed(x, row)) for row in rows}, x.nbytes)
-        found[-1] = found[-1]._replace(most=MOST)
-        return found
+            _extend(fastest, {row: self._time(self._normed(x, row)) for row in rows}, x.nbytes)
+        fastest[-1] = fastest[-1]._replace(most=MOST)
+        return fastest
 
     def _normed(self, x: torch.Tensor, row: Row) -> Callable[[], object]:
         weight = torch.ones(NORM_ITEMS, dtype=DTYPE, device=x.device)
-        how = fused_norm.Norm(torch.zeros_like(x), weight, None, None, None, layer=False, eps=1e-6)
+        norm = fused_norm.Norm(torch.zeros_like(x), weight, None, None, None, layer=False, eps=1e-6)
         steps = self.norm.plan(NORM_ITEMS, x.numel(), DTYPE, row)
-        return partial(self.norm.launch, *how.outputs(x)[:1], x, torch.empty_like(x), how, steps)
+        return partial(self.norm.launch, *norm.outputs(x)[:1], x, torch.empty_like(x), norm, steps)
 
     def _able(self, collective: str, kernels: Sequence[str], nbytes: int) -> Iterator[Row]:
         """Yield the candidates; a part, which can't be cut, has to fit into the channel."""
@@ -162,18 +162,18 @@ class _Bench:
     def _moved(self, collective: str) -> PushCollective:
         if collective in MOVEMENTS:
             return PushCollective.moving(self.channel, collective)
-        found = PushCollective.reducing(self.channel, collective, DTYPE, "sum")
-        assert found is not None  # bfloat16 sums are what the kernels are for
-        return found
+        push = PushCollective.reducing(self.channel, collective, DTYPE, "sum")
+        assert push is not None  # bfloat16 sums are what the kernels are for
+        return push
 
     def _by_nccl(self, collective: str, nbytes: int) -> Callable[[], object]:
         items = nbytes // DTYPE.itemsize
-        part, whole = self.x[:items], self.out[: items * self.ring.size]
+        part, full = self.x[:items], self.out[: items * self.ring.size]
         return {
             "all_reduce": lambda: dist.all_reduce(part),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-            "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-            "all_to_all": lambda: dist.all_to_all_single(whole, self.x[: len(whole)]),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
+            "all_gather": lambda: dist.all_gather_into_tensor(full, part),
+            "all_to_all": lambda: dist.all_to_all_single(full, self.x[: len(full)]),
         }[collective]
 
     def _time(self, call: Callable[[], Any]) -> float:

@@ -120,8 +120,8 @@ def _difference(result: Array, base: Array) -> str:
     if result.size == 0:
         return "missing"
     if result.shape != base.shape or result.dtype != base.dtype:
-        given = f"{result.dtype} of shape {result.shape}"
-        return f"{given}, expected {base.dtype} of shape {base.shape}"
+        actual = f"{result.dtype} of shape {result.shape}"
+        return f"{actual}, expected {base.dtype} of shape {base.shape}"
     differs = (result != base) | (np.signbit(result) != np.signbit(base)) | ~np.isfinite(result)
     first = tuple(int(axis[0]) for axis in np.nonzero(differs)) if differs.any() else (0,)
     values = f"{result[first]}, expected {base[first]}"

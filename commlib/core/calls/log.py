@@ -103,8 +103,8 @@ class CallLog:
         self.window = []
         if len(self._codes) > _KNOWN:  # a program whose sizes never repeat
             self._codes.clear()
-        kept = [*windows[1 - _WINDOWS :], (number, value)]
-        self._state = (number, value, self.window, window[-RECENT:], kept)
+        history = [*windows[1 - _WINDOWS :], (number, value)]
+        self._state = (number, value, self.window, window[-RECENT:], history)
 
     def snapshot(self) -> Snapshot:
         """Return number, fingerprint and last calls as they are now."""

@@ -122,8 +122,8 @@ class CallOrder:
         if self.fault is None:
             others = [rank for rank in ring.ranks if rank != ring.ranks[ring.rank]]
             whose = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
-            how = "has aborted or closed it, gave up one of its calls or is not alive"
-            self._end(f"was ended by {whose}, which {how}")
+            cause = "has aborted or closed it, gave up one of its calls or is not alive"
+            self._end(f"was ended by {whose}, which {cause}")
         return self._error(self._unusable(collective))
 
     def _timed_out(
@@ -207,14 +207,14 @@ def open_order(ring: CommContext, name: str, seconds: float) -> CallOrder | None
     connecting = EngineStore(keys, deadline)
     make = partial(engine.apart, connecting, timedelta(seconds=ring.timeout))
     try:
-        own = bounded(make, deadline, ring._describe(f"connecting group {name!r}"))
+        new_engine = bounded(make, deadline, ring._describe(f"connecting group {name!r}"))
     except CommTimeout:
         connecting.give_up()
         raise
     reports = memory = None
     try:
         if ring._board is not None:
-            memory = _shared(ring, own.pg)
+            memory = _shared(ring, new_engine.pg)
         if ring._reports is not None:
             reports = CallReports(ring.ring_id, ring.rank, ring.ranks, ring.timeout, CallLog())
             reports.name, reports.found = name, ring._reports.found
@@ -223,10 +223,10 @@ def open_order(ring: CommContext, name: str, seconds: float) -> CallOrder | None
     except BaseException:
         if memory is not None:
             memory.close()
-        engine.drop(own, Deadline(ring.timeout))
+        engine.drop(new_engine, Deadline(ring.timeout))
         raise
     ring._order_count += 1
-    return CallOrder(ring, name, own, reports, memory)
+    return CallOrder(ring, name, new_engine, reports, memory)
 
 
 def _shared(ring: CommContext, group: Any) -> SharedMemoryAllGather | None:

@@ -85,9 +85,9 @@ class CallReports:
             mine, store = self.calls.snapshot(), self._store
             if store is None or self._state != "open" or mine.number == self._published:
                 return
-            found = store()
-            if found.connection.answers():
-                keys = _Keys(found)
+            live_store = store()
+            if live_store.connection.answers():
+                keys = _Keys(live_store)
                 self._publish(keys, mine)
                 self._compare(keys, mine)
 
@@ -109,16 +109,16 @@ class CallReports:
             text = None if record["captured"] or mine.captured else self._difference(mine, record)
             if text is not None and not self.found:
                 group = f", group {self.name!r}" if self.name else ""
-                where = (
+                prefix = (
                     f"ring {self._ring_id}{group}: this rank and {self._name(rank)} make different"
                 )
-                self.found.append(f"{where} calls: {text}")
+                self.found.append(f"{prefix} calls: {text}")
                 log.warning("%s", self.found[-1])
 
     def _records(self, store: _Keys, ranks: Sequence[int] | set[int]) -> dict[int, Any]:
-        there = [rank for rank in sorted(ranks) if store.there([f"log/{rank}"])]
-        rows = store.read([f"log/{rank}" for rank in there])
-        return {rank: json.loads(row) for rank, row in zip(there, rows, strict=True)}
+        present = [rank for rank in sorted(ranks) if store.there([f"log/{rank}"])]
+        rows = store.read([f"log/{rank}" for rank in present])
+        return {rank: json.loads(row) for rank, row in zip(present, rows, strict=True)}
 
     def _difference(self, mine: Snapshot, other: dict[str, Any]) -> str | None:
         """Return where two logs part, None if they agree as far as both reach."""
@@ -126,11 +126,11 @@ class CallReports:
         for number, text in mine.recent:
             if theirs.get(number, text) != text:
                 return f"call {number} is {text} here and {theirs[number]} there"
-        known, equal = dict(map(tuple, other["windows"])), 0
+        windows, equal = dict(map(tuple, other["windows"])), 0
         for number, value in mine.windows:
-            if known.get(number, value) != value:
+            if windows.get(number, value) != value:
                 return f"they differ in calls {equal + 1} to {number}"
-            equal = number if number in known else equal
+            equal = number if number in windows else equal
         if mine.number == other["number"] and mine.value != other["value"]:
             return f"they differ in calls {equal + 1} to {mine.number}"
         return None
@@ -151,10 +151,10 @@ class CallReports:
         """
         self._state = f"failed in {collective}"
         seconds = max(LOOK_S, min(_LONGEST_LOOK_S, self.seconds / 10))
-        what = f"comparing the calls of ring {self._ring_id}"
-        own = self._bounded(partial(self._look, first), what, seconds) or ""
+        label = f"comparing the calls of ring {self._ring_id}"
+        report = self._bounded(partial(self._look, first), label, seconds) or ""
         others = [(one.name, one.verdict(collective, first)) for one in self.others]
-        return "; ".join([own, *(f"in group {name!r}: {text}" for name, text in others if text)])
+        return "; ".join([report, *(f"in group {name!r}: {text}" for name, text in others if text)])
 
     def _bounded(self, step: Callable[[_Keys], Any], what: str, seconds: float) -> Any:
         store = self._store
@@ -204,11 +204,11 @@ class CallReports:
         if not store.there(keys):
             others = [rank for rank in others if store.there([f"at/{rank}"])]
             keys = [f"at/{rank}" for rank in others]
-        found = {}
+        progress = {}
         for rank, row in zip(others, store.read(keys), strict=True):
             number, _, state = row.decode().partition(" ")
-            found[rank] = int(number), state
-        return found
+            progress[rank] = int(number), state
+        return progress
 
     def _where(self, rank: int, record: Any, mine: Snapshot) -> str:
         """Say where another member was, and where its calls part from this rank's."""

@@ -103,13 +103,13 @@ class AllGather(Broadcast):
         count = x.numel()
         if out.numel() != count * self.size:
             raise shape_mismatch(self, "all_gather", out, count * self.size, "size * x.numel()")
-        place = self.rank * count if self._engine.parts_in_place else None
+        offset = self.rank * count if self._engine.parts_in_place else None
         launch = self._engine.all_gather if count else nothing
         entry = ("all_gather", count, x.dtype, None, None)
         quick = timeout is None and plain and out is not x
         if quick and launched(self, mode, "all_gather", launch, (), out, x, entry):
             return out
-        call = Call("all_gather", launch, (), out, x, place, plain, entry, out)
+        call = Call("all_gather", launch, (), out, x, offset, plain, entry, out)
         if timeout is not None:
             return dispatch_within(self, call, mode, timeout)
         return dispatch(self, call, mode)

@@ -110,8 +110,8 @@ class AllReduce(Ring):
         if out is not x and out.numel() != count:
             raise shape_mismatch(self, "all_reduce", out, count, "as many elements as x")
         named = factor is None and type(op) is str
-        known = self._engine.reductions.get((x.dtype, op)) if named else None
-        reduction = known or reduction_of(self, "all_reduce", x, op, factor)
+        cached = self._engine.reductions.get((x.dtype, op)) if named else None
+        reduction = cached or reduction_of(self, "all_reduce", x, op, factor)
         launch = self._engine.all_reduce if count else nothing
         entry = ("all_reduce", count, x.dtype, reduction, None)
         args, quick = (reduction,), timeout is None and plain

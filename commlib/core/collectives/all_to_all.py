@@ -154,8 +154,8 @@ class AllToAll(Ring):
                 f"which have their own sizes; leave them away"
             )
         for role, parts in (("xs", xs), ("outs", outs)):
-            own = parts[0] if is_list(parts) and len(parts) else parts
-            check_parts(self, "all_to_all", role, parts, own, mode, written=role == "outs")
+            first = parts[0] if is_list(parts) and len(parts) else parts
+            check_parts(self, "all_to_all", role, parts, first, mode, written=role == "outs")
         check_pair(self, "all_to_all", outs[0], xs[0])
 
         def launch(flat: Tensor) -> Any:

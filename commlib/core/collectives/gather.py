@@ -94,8 +94,8 @@ class Gather(Ring):
         check_position(self, "gather", "root", root)
         check_mode(self, "gather", mode)
         if self.rank != root:
-            how: Any = {"use_calc_stream": mode.use_calc_stream, "sync_op": mode.sync_op}
-            done: Any = self.gather(None, x, root=root, timeout=timeout, **how)
+            kwargs: Any = {"use_calc_stream": mode.use_calc_stream, "sync_op": mode.sync_op}
+            done: Any = self.gather(None, x, root=root, timeout=timeout, **kwargs)
             result: list[Tensor] = outs
             return result if mode.sync_op else Work(result, done._pending, done._limit)
         check_parts(self, "gather", "outs", outs, x, mode, written=True)

@@ -134,9 +134,9 @@ def adjacent(parts: Parts) -> Tensor | None:
 
 def joined(parts: Parts) -> Tensor:
     """Return one flat tensor with the elements of all parts: a view if they are adjacent."""
-    found = adjacent(parts)
-    if found is not None:
-        return found
+    view = adjacent(parts)
+    if view is not None:
+        return view
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
@@ -168,19 +168,19 @@ def fill(
     function of its options.
     """
     use_calc_stream, sync_op = mode.use_calc_stream, mode.sync_op
-    how = {"use_calc_stream": use_calc_stream, "sync_op": sync_op, "timeout": timeout}
+    kwargs = {"use_calc_stream": use_calc_stream, "sync_op": sync_op, "timeout": timeout}
     flat, result = adjacent(outs), list(outs)
     if flat is not None:
-        done = launch(flat)(**how)
+        done = launch(flat)(**kwargs)
         return result if sync_op else Work(result, done._pending, done._limit)
     flat = outs[0].new_empty(sum(out.numel() for out in outs))
     call, copy = launch(flat), partial(_copy, result, flat)
     if sync_op:
-        call(**how)
+        call(**kwargs)
         copy()
         return result
     if ring._fences is None:
-        begun_call = call(**how)
+        begun_call = call(**kwargs)
         later = partial(_copy_later, result, flat)
         return Work(result, Then(begun_call, later), begun_call._limit)
     if use_calc_stream:

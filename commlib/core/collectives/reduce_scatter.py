@@ -108,8 +108,8 @@ class ReduceScatter(Reduce):
         if count * self.size != total:
             raise shape_mismatch(self, "reduce_scatter", out, total / self.size, "x.numel() / size")
         named = factor is None and type(op) is str
-        known = self._engine.reductions.get((x.dtype, op)) if named else None
-        reduction = known or reduction_of(self, "reduce_scatter", x, op, factor)
+        cached = self._engine.reductions.get((x.dtype, op)) if named else None
+        reduction = cached or reduction_of(self, "reduce_scatter", x, op, factor)
         offset = -self.rank * count if self._engine.parts_in_place else None
         launch = self._engine.reduce_scatter if count else nothing
         entry = ("reduce_scatter", total, x.dtype, reduction, None)

@@ -46,15 +46,15 @@ def init(
         ranks = existing.ranks
         return same_ring(existing, ranks, backend=backend, device=device, timeout=timeout)
     world = manager._world()
-    where = default_device(world, backend) if device is None else checked_device(device)
-    if backend is not None and (backend == "nccl") != (where.type == "cuda"):
+    ring_device = default_device(world, backend) if device is None else checked_device(device)
+    if backend is not None and (backend == "nccl") != (ring_device.type == "cuda"):
         raise DeviceError(
-            f"backend={backend!r} with device {where}: nccl runs on GPUs, gloo on CPUs"
+            f"backend={backend!r} with device {ring_device}: nccl runs on GPUs, gloo on CPUs"
         )
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    ring = manager.create(0, range(world.size), device=where, timeout=timeout)
-    manager._device = where
+    if ring_device.type == "cuda":
+        torch.cuda.set_device(ring_device)
+    ring = manager.create(0, range(world.size), device=ring_device, timeout=timeout)
+    manager._device = ring_device
     return ring
 
 

@@ -75,21 +75,21 @@ def nccl_comm(ring: Ring) -> int:
 
 def explain(ring: Ring, nbytes: int, dtype: torch.dtype, op: RingReduction) -> str:
     """Return what carries an all_reduce, and why; see ``CommContext.explain``."""
-    where = ring._describe("explain")
+    prefix = ring._describe("explain")
     check_dtype(ring, "explain", dtype)
     if not hasattr(nbytes, "__index__"):
         raise ArgumentError(
-            f"{where}: nbytes={nbytes!r}; expected a number of bytes; pass x.nbytes"
+            f"{prefix}: nbytes={nbytes!r}; expected a number of bytes; pass x.nbytes"
         )
     op = reduction_name(op)
     factor = 1.0 if op == "premul_sum" else None
     try:
         reduction = resolve_reduction(dtype, op, ring._engine.reducer, factor)
     except ArgumentError as error:
-        raise type(error)(f"{where}: {error}") from None
+        raise type(error)(f"{prefix}: {error}") from None
     if nbytes < 0 or nbytes % dtype.itemsize:
         raise ArgumentError(
-            f"{where}: nbytes={nbytes}: expected a multiple of {dtype.itemsize}, the bytes of one "
+            f"{prefix}: nbytes={nbytes}: expected a multiple of {dtype.itemsize}, the bytes of one "
             f"{dtype}"
         )
     if ring._health.fault is not None:

@@ -83,8 +83,8 @@ class RingTable:
         if isinstance(ring, CommContext):
             return ring.ring_id
         named = isinstance(ring, str) and ring
-        known = [one.ring_id for one in list(self.open.values()) if named and one.name == ring]
-        return known[0] if known else ring
+        ring_ids = [one.ring_id for one in list(self.open.values()) if named and one.name == ring]
+        return ring_ids[0] if ring_ids else ring
 
     def is_replaced(self, ring: Any) -> bool:
         """Return True for a ring object that is not in the table, whatever ring has its id."""
@@ -134,10 +134,10 @@ class RingTable:
         for ended in [ring for ring in self.open.values() if ring._health.ended]:
             del self.open[ended.ring_id]
             self.closed.add(ended.ring_id)
-        known = self.open.get(ring_id)
-        if known is not None and known._health.fault is not None:
-            raise RingError(f"ring {ring_id} exists and can't be used: {known._health.fault}")
-        return known
+        entry = self.open.get(ring_id)
+        if entry is not None and entry._health.fault is not None:
+            raise RingError(f"ring {ring_id} exists and can't be used: {entry._health.fault}")
+        return entry
 
     def check_name(self, ring_id: int, name: str) -> None:
         """Refuse a name that is not text, or that another ring has."""

@@ -101,8 +101,8 @@ class Connection:
             self._refuse_capture()
             ring = self._ring
             if self._comm is None:
-                own = bytes(library().get_unique_id()) if ring.rank == 0 else b""
-                unique_id = self._hosts.exchange_bytes(own)[0]
+                local_id = bytes(library().get_unique_id()) if ring.rank == 0 else b""
+                unique_id = self._hosts.exchange_bytes(local_id)[0]
                 with self._measured():
                     self._comm = self._initialise(unique_id, ring.size, ring.rank)
                 self._refuse_ended()
@@ -194,12 +194,12 @@ class Connection:
 
     def _touch_peers(self, comm: Any, stream: int) -> None:
         """Send a byte to every peer, in one group: NCCL then connects all pairs."""
-        nccl, place = library(), self._token.data_ptr()
+        nccl, pointer = library(), self._token.data_ptr()
         nccl.groupStart()
         try:
             for peer in range(self._ring.size):
-                comm.send(place, 1, _BYTES, peer, stream)
-                comm.recv(place + 1, 1, _BYTES, peer, stream)
+                comm.send(pointer, 1, _BYTES, peer, stream)
+                comm.recv(pointer + 1, 1, _BYTES, peer, stream)
         finally:
             nccl.groupEnd()
 

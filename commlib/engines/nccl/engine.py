@@ -174,13 +174,13 @@ class NCCLEngine(NCCLExchanges):
         if reduction.op == "premul_sum":
             return scaled(reduction, copysign(1, reduction.factor))
         parts = dtype.itemsize // reduction.dtype.itemsize
-        found = Reduction(reduction.op, parts, TYPES[reduction.dtype], OPS[reduction.op])
+        resolved = Reduction(reduction.op, parts, TYPES[reduction.dtype], OPS[reduction.op])
         if isinstance(self._push, str):
-            return found
+            return resolved
         kind = reduction.dtype, reduction.op
-        whole = PushCollective.reducing(self._push, "all_reduce", *kind)
+        all_reduce = PushCollective.reducing(self._push, "all_reduce", *kind)
         part = PushCollective.reducing(self._push, "reduce_scatter", *kind)
-        return replace(found, all_reduce=whole, reduce_scatter=part)
+        return replace(resolved, all_reduce=all_reduce, reduce_scatter=part)
 
     def all_reduce(self, out: Tensor, x: Tensor, reduction: Reduction) -> None:
         """Launch a push kernel or ncclAllReduce."""

@@ -114,8 +114,8 @@ class CaptureLock:
         """Return the hold that this thread's state names."""
         if _state is None or not _state.has(self._key):
             return None
-        found: _Hold | None = _state.get(self._key)
-        return found
+        hold: _Hold | None = _state.get(self._key)
+        return hold
 
     def _carry(self, hold: _Hold | None) -> None:
         """Name a hold in this thread's state; None removes the name.

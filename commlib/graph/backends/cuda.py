@@ -86,12 +86,12 @@ class CudaBackend:
 
         What the function keeps from here, such as an optimizer's state, must not be in the pool.
         """
-        here = torch.cuda.current_stream(self.device)
+        current = torch.cuda.current_stream(self.device)
         with _capturing, no_collection():
-            self._warm.wait_stream(here)
+            self._warm.wait_stream(current)
             with torch.cuda.stream(self._warm):
                 yield
-            here.wait_stream(self._warm)
+            current.wait_stream(self._warm)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -163,20 +163,20 @@ class CudaBackend:
             self._workspace.take()
             end_late()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
-            own = (pool or self._pool).handle
+            pool_handle = (pool or self._pool).handle
             for generator in generators:
                 graph.register_generator_state(generator)
             random = torch.cuda.default_generators[self.device.index].get_state()
             scope.enter_context(no_stale_streams())
             held = torch.cuda.memory_reserved(self.device)
             with self.lock:  # the replay of another thread may be about to wait for this stream
-                graph.capture_begin(own, capture_error_mode="thread_local")
+                graph.capture_begin(pool_handle, capture_error_mode="thread_local")
             under_way.append(self)
             recorder, watching = Recorder(self.device, host=HostPart(self._room)), ExitStack()
             number = capture_of(self.stream.cuda_stream)
             works = watching.enter_context(observers.unwaited())
             self._now = _Capture(
-                graph, own, held, random, number, recorder, works, watching, scope.pop_all()
+                graph, pool_handle, held, random, number, recorder, works, watching, scope.pop_all()
             )
         return watching.enter_context(recorder)
 
@@ -215,23 +215,23 @@ class CudaBackend:
     def _join_all(self, now: _Capture) -> None:
         """Order the capture stream after all streams that have become a part of its capture."""
         self.join(now.recorder.rings)
-        own = capture_of(self.stream.cuda_stream)
+        capture = capture_of(self.stream.cuda_stream)
         for side in self._sides.all():
-            if capture_of(side.stream.cuda_stream) == own:  # a backward has met nodes of leaves
+            if capture_of(side.stream.cuda_stream) == capture:  # a backward has met nodes of leaves
                 self.stream.wait_stream(side.stream)
         join_frees(self.device.index, now.pool)
 
     def join(self, rings: Sequence[Ring]) -> None:
         """Order the current stream after the comm streams of rings that belong to its capture."""
-        here = torch.cuda.current_stream(self.device)
-        own = capture_of(here.cuda_stream)
+        current = torch.cuda.current_stream(self.device)
+        capture = capture_of(current.cuda_stream)
         for ring in rings:
             fences = ring._fences
             if fences is None:
                 continue
             with ring._lock:
-                if capture_of(fences.comm.cuda_stream) == own:
-                    fences.calc_waits(here)
+                if capture_of(fences.comm.cuda_stream) == capture:
+                    fences.calc_waits(current)
 
     def _leave(self) -> None:
         if self._now is not None:

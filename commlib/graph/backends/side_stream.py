@@ -81,11 +81,11 @@ class SideStreams:
     def here(self) -> SideStream:
         """Return the side stream of this thread and its current stream."""
         key = threading.get_ident(), current_raw(self._rest.device.index)
-        found = self._known.get(key)
-        if found is None:
+        side = self._known.get(key)
+        if side is None:
             with self._lock:
-                found = self._known[key] = self._new(key[1])
-        return found
+                side = self._known[key] = self._new(key[1])
+        return side
 
     def all(self) -> list[SideStream]:
         """Return those of every thread."""

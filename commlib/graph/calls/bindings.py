@@ -91,8 +91,8 @@ def check_gradients(
     handed = [("returns", x) for x in result]
     handed += [(f"binds {each.name} to", x) for each in changes for x in leaves_in(each.now)]
     tensors = [(does, x) for does, x in handed if isinstance(x, torch.Tensor) and x.requires_grad]
-    touched, given = recorder.memory, {id(x) for x in inputs}
-    own = {*touched.made, *map(memory, inputs)}
+    touched, input_ids = recorder.memory, {id(x) for x in inputs}
+    storages = {*touched.made, *map(memory, inputs)}
     reached = {id(x) for x in leaves_of(x for _, x in tensors if leads_back(x))}
     for does, x in tensors:
         if x.retains_grad:
@@ -100,7 +100,7 @@ def check_gradients(
                 f"the function {does} a tensor whose gradient it retains, and a replay would not; "
                 f"return the tensor, and call retain_grad() on what the call returns"
             )
-        made = id(x) not in given and (memory(x) in own or touched.has_given(x))
+        made = id(x) not in input_ids and (memory(x) in storages or touched.has_given(x))
         if made and x.is_leaf and (x.grad is not None or id(x) in reached):
             raise GraphError(
                 f"the function {does} a leaf that it makes, and a replay would not give it the "
@@ -129,16 +129,16 @@ class Bindings:
             own: Says whether a tensor's memory is the graph's.
             lasting: The objects of the program.
         """
-        known = {(x.where, x.name) for x in made}
-        left = [x for x in left if (x.where, x.name) not in known]
+        names = {(x.where, x.name) for x in made}
+        left = [x for x in left if (x.where, x.name) not in names]
         values = [_own_past(x.now) for x in made]
         bound = [(x.place, value) for x, value in zip(made, values, strict=True)]
         bound += [(x.place, inputs[x.position]) for x in left if x.position is not None]
         others = [x for x in left if x.position is None]
         self._others = [x for x in others if isinstance(x.value, weakref.ref)]
         self._plain = [x for x in others if not isinstance(x.value, weakref.ref)]
-        self._places = [place for place, _ in bound]
-        self.names = known | {(x.where, x.name) for x in left}
+        self._places = [binding for binding, _ in bound]
+        self.names = names | {(x.where, x.name) for x in left}
         # The program may keep what a name was bound to.
         named = [now for _, now in bound]
         self._named = Outputs(named, inputs, own, lasting, copy=True) if named else None
@@ -157,7 +157,7 @@ class Bindings:
     def now(self) -> list[Any]:
         """Return what the names are bound to."""
         places = (*self._places, *(x.place for x in (*self._others, *self._plain)))
-        return [place.read() for place in places]
+        return [binding.read() for binding in places]
 
     def check(self, before: Sequence[Any]) -> None:
         """Raise ``GraphError`` if an eager part has bound one of the names since ``before``."""
@@ -173,8 +173,8 @@ class Bindings:
         if self._named is not None:
             join = functools.partial(self._join, result) if any(self._lead) else None
             named = self._named.give(tensors, "", join)
-            for place, tensor in zip(self._places, named, strict=True):
-                place.bind(tensor)
+            for binding, tensor in zip(self._places, named, strict=True):
+                binding.bind(tensor)
         for x in self._others:
             _bind(x.place, x.value())
         for x in self._plain:
@@ -197,12 +197,12 @@ def _leading(
         values: The same, where a wrapper has no past.
         tensors: What a replay makes for it; "" is the name of one without gradients.
     """
-    found = {}
+    names = {}
     for change, value in zip(made, values, strict=True):
-        for leaf, own in zip(leaves_in(change.now), leaves_in(value), strict=True):
+        for leaf, value_leaf in zip(leaves_in(change.now), leaves_in(value), strict=True):
             if leads_back(leaf):
-                found[id(own)] = change.name
-    return [found.get(id(tensor), "") for tensor in tensors]
+                names[id(value_leaf)] = change.name
+    return [names.get(id(tensor), "") for tensor in tensors]
 
 
 def _own_past(x: Any) -> Any:

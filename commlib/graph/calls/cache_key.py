@@ -118,22 +118,22 @@ def _without_hash(
     """Return why a call has no key."""
     named = [(f"argument {name!r}" if kwargs else f"argument {name}", x)
              for name, x in (*enumerate(args), *kwargs.items())]  # fmt: skip
-    found = ((name, x, one) for name, x in named for one in held_in(x) if _is_bad(one, closed))
-    where, given, bad = next(found, ("", None, None))
-    if not where:
+    matches = ((name, x, one) for name, x in named for one in held_in(x) if _is_bad(one, closed))
+    label, arg, bad = next(matches, ("", None, None))
+    if not label:
         return f"what key= returns, or a setting, can't be part of a graph's key ({error})"
     kind = type(bad)
     if isinstance(bad, np.ndarray):
-        what, remedy = "an array of NumPy", "pass torch.from_numpy(x), or tuple(x.tolist())"
+        text, remedy = "an array of NumPy", "pass torch.from_numpy(x), or tuple(x.tolist())"
     elif kind in closed:
-        what = f"a {kind.__qualname__}, which has no hash and which the function changes"
+        text = f"a {kind.__qualname__}, which has no hash and which the function changes"
         remedy = "return what is new, or define it with dataclass(eq=False)"
     else:
-        what = f"a {kind.__qualname__}, which has no hash"
+        text = f"a {kind.__qualname__}, which has no hash"
         remedy = "pass the tensors and values in it"
         remedy += "" if is_dataclass(bad) else ", or make its class a dataclass"
-    inside = f"{where} is" if given is bad else f"in {where} is"
-    return f"{inside} {what}, and can't be part of a graph's key; {remedy}"
+    inside = f"{label} is" if arg is bad else f"in {label} is"
+    return f"{inside} {text}, and can't be part of a graph's key; {remedy}"
 
 
 def _is_bad(x: Any, closed: Set[type]) -> bool:

@@ -31,17 +31,17 @@ class Grads:
     def extend(self, call: Arguments) -> Arguments:
         """Return ``call`` with the gradients as further tensors; which are None is in its key."""
         grads = [leaf.grad for leaf in self.leaves]
-        there = tuple(grad is not None for grad in grads)
-        kinds = tuple(map(_kind, grads)) if self._wrapped else there
-        given = [grad for grad in grads if grad is not None]
+        present = tuple(grad is not None for grad in grads)
+        kinds = tuple(map(_kind, grads)) if self._wrapped else present
+        tensors = [grad for grad in grads if grad is not None]
         if self._wrapped:
-            given = [part for grad in given for part in parts(grad)]
+            tensors = [part for grad in tensors for part in parts(grad)]
         return replace(
             call,
-            tensors=call.tensors + given,
-            grads=len(given),
+            tensors=call.tensors + tensors,
+            grads=len(tensors),
             key=(*call.key, kinds),
-            owners=[leaf for leaf, each in zip(self.leaves, there, strict=True) if each],
+            owners=[leaf for leaf, each in zip(self.leaves, present, strict=True) if each],
         )
 
 

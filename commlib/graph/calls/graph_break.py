@@ -27,7 +27,7 @@ def graph_break(reason: str) -> Callable[[Function], Function]:
         marked: Any = untraced_function(function)
         marked._torchdynamo_disable = True
         marked._torchdynamo_disable_msg = reason
-        found: Function = marked
-        return found
+        result: Function = marked
+        return result
 
     return mark

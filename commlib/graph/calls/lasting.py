@@ -102,19 +102,19 @@ def inside(root: Any) -> Iterator[Any]:
     """Yield an object and all that it leads to, but for classes and modules of Python."""
     queue, seen = deque([root]), set[int]()
     while queue and len(seen) < _MOST:
-        found = queue.popleft()
-        if id(found) in seen or isinstance(found, type | ModuleType):
+        obj = queue.popleft()
+        if id(obj) in seen or isinstance(obj, type | ModuleType):
             continue
-        seen.add(id(found))
-        yield found
-        if isinstance(found, torch.Tensor):
-            queue.extend(parts(found))
-        elif isinstance(found, FunctionType):
-            queue.extend((found.__closure__, found.__defaults__))
-        elif isinstance(found, np.ndarray):
-            queue.append(found.base)
+        seen.add(id(obj))
+        yield obj
+        if isinstance(obj, torch.Tensor):
+            queue.extend(parts(obj))
+        elif isinstance(obj, FunctionType):
+            queue.extend((obj.__closure__, obj.__defaults__))
+        elif isinstance(obj, np.ndarray):
+            queue.append(obj.base)
         else:
-            queue.extend(gc.get_referents(found))
+            queue.extend(gc.get_referents(obj))
 
 
 def hides(leaf: Any, own: Callable[[torch.Tensor], bool]) -> bool:

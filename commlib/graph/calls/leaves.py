@@ -71,15 +71,15 @@ def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def noting_histories(tensors: Sequence[torch.Tensor]) -> Iterator[set[int]]:
     """Yield the positions of tensors whose history a backward in a ``with`` block goes through."""
-    found = set[int]()
+    positions = set[int]()
 
     def note(i: int, _: object) -> None:
-        found.add(i)
+        positions.add(i)
 
     nodes = [(i, x.grad_fn) for i, x in enumerate(tensors) if x.grad_fn is not None]
     handles = [node.register_prehook(partial(note, i)) for i, node in nodes]
     try:
-        yield found
+        yield positions
     finally:
         for handle in handles:
             handle.remove()
@@ -122,14 +122,14 @@ def parameters(recorder: Recorder, inputs: Sequence[torch.Tensor]) -> Tensors:
 
 def nodes_of(outs: Iterable[torch.Tensor]) -> set[Any]:
     """Return the nodes that a backward from ``outs`` goes through."""
-    found: set[Any] = set()
+    nodes: set[Any] = set()
     left = [out.grad_fn for out in outs]
     while left:
         node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in nodes:
+            nodes.add(node)
             left += [before for before, _ in node.next_functions]
-    return found
+    return nodes
 
 
 def leaves_of(outs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,8 +20,8 @@ def no_gradient(tensor: torch.Tensor, name: str, sources: Sequence[torch.Tensor]
             way to what it derives by.
     """
     with torch.enable_grad():
-        found: torch.Tensor = _NoGradient.apply([tensor], name, *(sources or [_NOWHERE]))  # type: ignore[no-untyped-call]
-    return found
+        result: torch.Tensor = _NoGradient.apply([tensor], name, *(sources or [_NOWHERE]))  # type: ignore[no-untyped-call]
+    return result
 
 
 class _NoGradient(torch.autograd.Function):

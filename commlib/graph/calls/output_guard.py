@@ -28,8 +28,8 @@ class GuardedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedTensor)]
-        for leaf in known:
+        guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedTensor)]
+        for leaf in guarded:
             if leaf.overwritten and getattr(func, "__name__", "") not in _READS_NOTHING:
                 raise RuntimeError(leaf.overwritten[0])
         with torch._C.DisableTorchFunctionSubclass():
@@ -37,9 +37,9 @@ class GuardedTensor(torch.Tensor):
                 with torch.set_grad_enabled(torch.is_grad_enabled() or func in _TEXT):
                     plain = args[0].as_subclass(torch.Tensor)
                 return func(plain, *args[1:], **(kwargs or {}))
-            found = func(*args, **(kwargs or {}))
-            _watch(found, known)
-            return found
+            result = func(*args, **(kwargs or {}))
+            _watch(result, guarded)
+            return result
 
 
 GuardedTensor.__name__ = GuardedTensor.__qualname__ = "Tensor"  # as messages name it
@@ -59,14 +59,14 @@ _READS_NOTHING = {
 _PLAINLY = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.__format__, *_TEXT}
 
 
-def _watch(found: Any, known: Sequence[GuardedTensor]) -> None:
+def _watch(result: Any, known: Sequence[GuardedTensor]) -> None:
     """Let tensors that an operator returns share the end of the outputs whose memory they share."""
-    if type(found) not in (tuple, list):
-        found = (found,)
-    if not found or not isinstance(found[0], torch.Tensor):
+    if type(result) not in (tuple, list):
+        result = (result,)
+    if not result or not isinstance(result[0], torch.Tensor):
         return
     ends = {leaf.untyped_storage()._cdata: leaf.overwritten for leaf in known}
-    for tensor in found:
+    for tensor in result:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             continue
@@ -117,11 +117,11 @@ class OutputGuard:
         self._where = where
         if _SPOIL is not None:
             return self.alias.detach()
-        given = torch.Tensor._make_subclass(
+        output = torch.Tensor._make_subclass(
             GuardedTensor, self.alias
         )  # no view: it may be written to
-        given.overwritten = self._ended
-        return given
+        output.overwritten = self._ended
+        return output
 
     def end(self, event: str, line: object) -> None:
         """Let reading it raise from now on, also through its views; it can't begin again.

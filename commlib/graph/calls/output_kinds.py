@@ -26,8 +26,8 @@ class View(NamedTuple):
         """Return it of the tensor that this call was given."""
         source = tensor.detach() if self.detached else tensor
         offset = tensor.storage_offset() + self.offset
-        found = source.as_strided(self.size, self.stride, offset)
-        return found.requires_grad_() if self.leaf else found
+        view = source.as_strided(self.size, self.stride, offset)
+        return view.requires_grad_() if self.leaf else view
 
 
 class Again(NamedTuple):

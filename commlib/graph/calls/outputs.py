@@ -143,8 +143,8 @@ class Outputs:
                 leaves[i] = x
         for i, part in self._parts:
             leaves[i] = part.of(leaves[part.place])
-        for i, place in self._again:
-            leaves[i] = leaves[place]
+        for i, source in self._again:
+            leaves[i] = leaves[source]
 
     def made(self, result: Any) -> list[torch.Tensor]:
         """Return those leaves of ``result`` that ``join`` will be given."""
@@ -223,14 +223,14 @@ def source_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
     Of several in one memory it is the one that the gradient of the leaf flows to.
     """
     key, end = leaf.untyped_storage()._cdata, None
-    found = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
-    if len(found) > 1:
+    matches = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
+    if len(matches) > 1:
         node = leaf.grad_fn
         while node is not None and len(node.next_functions) == 1:
             node = node.next_functions[0][0]
         end = getattr(node, "variable", None)
-    found.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
-    return found[0] if found else None
+    matches.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
+    return matches[0] if matches else None
 
 
 def is_plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:

@@ -60,9 +60,9 @@ class TensorPlaces:
         self._around, self._version = around, around.version()
         passed = {memory(part) for x in given for part in parts(x)}
         self._places = {}
-        for place, x in around.items():
+        for slot, x in around.items():
             if any(uses(key) and key not in passed for key in map(memory, _parts_of(x))):
-                self._places[place] = _address(x)
+                self._places[slot] = _address(x)
         states = [_State(x, uses) for x in around.optimizers]
         self._states = [each for each in states if each.counts]
         tensors = {id(x): x for one in held for x in _parts_of(one)}
@@ -82,14 +82,14 @@ class TensorPlaces:
         version = self._around.version()
         if version == self._version:
             return False
-        found = 0
-        for place, x in self._around.items():
-            known = self._places.get(place)
-            if known is not None:
-                if _address(x) != known:
+        count = 0
+        for slot, x in self._around.items():
+            address = self._places.get(slot)
+            if address is not None:
+                if _address(x) != address:
                     return True
-                found += 1
-        if found < len(self._places):
+                count += 1
+        if count < len(self._places):
             return True
         self._version = version  # something else is new
         return False
@@ -132,10 +132,10 @@ class _State:
 
     def _note(self, objects: list[Any]) -> None:
         """Compare with these from now on; the release of one is noticed elsewhere."""
-        pointers = {id(known()): pointer for known, pointer in self._tensors.values()}
+        pointers = {id(tensor_ref()): pointer for tensor_ref, pointer in self._tensors.values()}
         positions = [i for i, x in enumerate(objects) if id(x) in pointers]
-        found = [pointers.get(id(x), 0) for x in objects]
-        self._known = [*map(id, objects)], found, positions
+        addresses = [pointers.get(id(x), 0) for x in objects]
+        self._known = [*map(id, objects)], addresses, positions
 
     def has_changed(self) -> bool:
         """Return True if the state holds another tensor, or other memory, where one counts."""
@@ -143,8 +143,8 @@ class _State:
         if [*map(id, objects)] == ids:
             return not at_addresses(objects, pointers, positions)
         now = dict(self._named())
-        for name, (known, pointer) in self._tensors.items():
-            tensor = known()
+        for name, (tensor_ref, pointer) in self._tensors.items():
+            tensor = tensor_ref()
             if tensor is None or tensor.data_ptr() != pointer or now.get(name) is not tensor:
                 return True
         self._note(objects)  # something else is new

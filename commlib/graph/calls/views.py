@@ -21,7 +21,7 @@ def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[in
         if type(x) is torch.Tensor and x.layout is torch.strided and id(x) not in seen:
             sharing.setdefault(x.untyped_storage()._cdata, []).append(i)
             seen.add(id(x))
-    found = dict[int, PartOf]()
+    views = dict[int, PartOf]()
     for places in sharing.values():
         if len(places) > 1 and source_of(leaves[places[0]], given) is None:
             # A part is made of a tensor that is none itself: such ones come first.
@@ -32,8 +32,8 @@ def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[in
                 if part is None:
                     wholes.append(i)
                 else:
-                    found[id(leaves[i])] = part
-    return found
+                    views[id(leaves[i])] = part
+    return views
 
 
 def _part_of(leaf: torch.Tensor, wholes: dict[int, torch.Tensor]) -> PartOf | None:

@@ -115,6 +115,6 @@ def _name_of(gm: GraphModule) -> str:
     if number is None:
         return type(gm).__name__
     traces = (node.meta.get("stack_trace") or "" for node in gm.graph.nodes)
-    found = next(filter(None, map(_LINE.search, traces)), None)
-    where = "" if found is None else f" ({found[3]} at {Path(found[1]).name}:{found[2]})"
-    return f"compiled code {number}{where}"
+    match = next(filter(None, map(_LINE.search, traces)), None)
+    location = "" if match is None else f" ({match[3]} at {Path(match[1]).name}:{match[2]})"
+    return f"compiled code {number}{location}"

@@ -35,9 +35,9 @@ class Call(NamedTuple):
     @property
     def inputs(self) -> list[Node]:
         """Return the nodes among its arguments; an effect token is not one of them."""
-        found: dict[Node, None] = {}
-        torch.fx.map_arg((self.args, dict(self.kwargs)), lambda node: found.setdefault(node))
-        return [*found]
+        nodes: dict[Node, None] = {}
+        torch.fx.map_arg((self.args, dict(self.kwargs)), lambda node: nodes.setdefault(node))
+        return [*nodes]
 
     @property
     def result(self) -> Any:

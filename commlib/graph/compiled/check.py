@@ -47,9 +47,9 @@ def check_static(static: Any, example_inputs: Sequence[Any]) -> None:
         is_number = isinstance(i, int) and not isinstance(i, bool)
         inside = is_number and 0 <= i < len(example_inputs)
         if not inside or not isinstance(example_inputs[i], torch.Tensor):
-            found = repr(example_inputs[i])[:40] if inside else f"one of {len(example_inputs)}"
+            value = repr(example_inputs[i])[:40] if inside else f"one of {len(example_inputs)}"
             raise GraphError(
-                f"static_inputs={list(static)}: input {i} is {found}; expected positions of tensors"
+                f"static_inputs={list(static)}: input {i} is {value}; expected positions of tensors"
             )
     if len(set(static)) < len(static):
         raise GraphError(f"static_inputs={list(static)}: expected each position once")

@@ -94,5 +94,5 @@ def _is_input(token: object) -> bool:
 
 def _called(token: object, op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return what ``with_effects`` does: the token and all results."""
-    found = op(*args, **kwargs)
-    return (token, *found) if isinstance(found, tuple) else (token, found)
+    result = op(*args, **kwargs)
+    return (token, *result) if isinstance(result, tuple) else (token, result)

@@ -35,8 +35,8 @@ def compile_region(
 
     partitions: Any = _Partitions(region)
     with aot.patch({name: on for name, on in _AOT.items() if hasattr(aot, name)}):
-        found: Any = compile_fx(gm, example_inputs, partitions, config_patches=settings)
-    code: Callable[..., Any] = found
+        compiled: Any = compile_fx(gm, example_inputs, partitions, config_patches=settings)
+    code: Callable[..., Any] = compiled
     return code
 
 
@@ -87,14 +87,14 @@ def _written(gm: GraphModule) -> list[int]:
     Wrapped operators write to clones, and a ``copy_`` at the end of the graph to its inputs.
     """
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    found = set[int]()
+    positions = set[int]()
     for node in gm.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         for argument, value in zip(getattr(schema, "arguments", ()), node.args, strict=False):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes and isinstance(value, Node) and value in places:
-                found.add(places[value])
-    return sorted(found)
+                positions.add(places[value])
+    return sorted(positions)
 
 
 def _draws(gm: GraphModule) -> bool:

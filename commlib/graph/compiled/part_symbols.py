@@ -17,8 +17,8 @@ def give_symbols(whole: GraphModule, call: Node) -> str | None:
     part: GraphModule = getattr(whole, str(call.target))
     inputs = part.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in inputs]
-    known = {symbol for value in values if (symbol := _symbol(value)) is not None}
-    for symbol in sorted(free_symbols([x for x in values if x is not None]) - known, key=str):
+    symbols = {symbol for value in values if (symbol := _symbol(value)) is not None}
+    for symbol in sorted(free_symbols([x for x in values if x is not None]) - symbols, key=str):
         source = _source(whole, call, symbol)
         if source is None:
             return f"its sizes depend on {symbol}, which no value before it has"
@@ -39,8 +39,8 @@ def _source(whole: GraphModule, call: Node, symbol: Any) -> Node | None:
         value = _value(whole, node)
         if _symbol(value) == symbol:
             node.meta["val"] = value
-            found: Node = node
-            return found
+            result: Node = node
+            return result
         if sizes is None and isinstance(value, torch.Tensor):
             dims = [i for i, size in enumerate(value.size()) if _symbol(size) == symbol]
             sizes = (node, value, dims[0]) if dims else None
@@ -67,12 +67,12 @@ def _value(whole: GraphModule, node: Node) -> Any:
         return node.meta.get("val")
     is_item = getattr(node.target, "__name__", "") == "getitem"
     item: Any = node.args if is_item else (node, 0)
-    source, place = item
+    source, index = item
     if source.op != "call_module":
         return None
     part: GraphModule = getattr(whole, str(source.target))
     results: Any = next(iter(part.graph.find_nodes(op="output"))).args[0]
     if source is node and isinstance(results, (tuple, list)):
         return None
-    result = results[place] if isinstance(results, (tuple, list)) else results
+    result = results[index] if isinstance(results, (tuple, list)) else results
     return result.meta.get("val") if isinstance(result, Node) else None

@@ -48,17 +48,17 @@ def split(gm: GraphModule) -> tuple[GraphModule, list[Part]]:
 
     gm, number = with_own_tokens(gm, lambda one: _numbers(one, unsafe_nodes(one)))
     unsafe = unsafe_nodes(gm)
-    whole = split_module(gm, None, number.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+    split_gm = split_module(gm, None, number.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     why: dict[str, str] = {}
     for node, reason in unsafe.items():
         why.setdefault(f"submod_{number[node]}", reason)
-    calls = [node for node in whole.graph.nodes if node.op == "call_module"]
+    calls = [node for node in split_gm.graph.nodes if node.op == "call_module"]
     for call in calls:
-        missing = None if str(call.target) in why else give_symbols(whole, call)
+        missing = None if str(call.target) in why else give_symbols(split_gm, call)
         if missing is not None:
             why[str(call.target)] = missing
-    whole.recompile()
-    return whole, [_part(whole, node, why.get(str(node.target))) for node in calls]
+    split_gm.recompile()
+    return split_gm, [_part(split_gm, node, why.get(str(node.target))) for node in calls]
 
 
 def replace(whole: GraphModule, part: Part, run: Callable[[list[Any]], Any]) -> None:
@@ -75,25 +75,25 @@ class _Run(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Run it."""
-        found = self._run([*args])
-        return found[0] if self._is_single else found
+        outputs = self._run([*args])
+        return outputs[0] if self._is_single else outputs
 
 
 def _numbers(gm: GraphModule, unsafe: dict[Node, str]) -> dict[Node, int]:
     """Return the number of the part of each node; an item of a result is where the result is."""
-    found: dict[Node, int] = {}
+    numbers: dict[Node, int] = {}
     number, last = 0, False
     for node in gm.graph.nodes:
         if node.op in _FREE:
-            found[node] = number
+            numbers[node] = number
             continue
         source = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
         if isinstance(source, Node) and source.op not in _FREE:
-            found[node] = found[source]
+            numbers[node] = numbers[source]
             continue
         number += (node in unsafe) != last
-        found[node], last = number, node in unsafe
-    return found
+        numbers[node], last = number, node in unsafe
+    return numbers
 
 
 def _part(whole: GraphModule, call: Node, why: str | None) -> Part:

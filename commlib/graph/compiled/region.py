@@ -88,7 +88,7 @@ class Region:
             return self._alone(compile_part(gm, values, name), static, values, name)
         self.cuts += [(name, each) for each in why]
         log.once("%s runs eagerly between its graphs: %s", name, "; ".join(why))
-        whole, parts = split(gm)
+        split_gm, parts = split(gm)
         stay = set(static)
         for number, part in enumerate(parts):
             if part.why is not None:
@@ -96,8 +96,8 @@ class Region:
             label = f"{name}, part {number}"
             positions = [i for i, source in enumerate(part.sources) if source in stay]
             code = compile_part(part.module, part.values, label)
-            replace(whole, part, self._alone(code, positions, part.values, label))
-        return lambda args: whole(*_taken(args))
+            replace(split_gm, part, self._alone(code, positions, part.values, label))
+        return lambda args: split_gm(*_taken(args))
 
     def _alone(self, code: Code, static: Sequence[int], examples: Sequence[Any], name: str) -> Code:
         """Return code that is captured alone where the region is cut.

@@ -31,23 +31,23 @@ class Settings(NamedTuple):
 
         _check_mode(mode)
         inductor: dict[str, Any] = dict(list_mode_options(mode)) if mode else {}
-        known, own = set(list_options()), {}
+        supported, capture = set(list_options()), {}
         for name, value in (options or {}).items():
             if name in _CAPTURE:
-                own[name] = value
+                capture[name] = value
             elif name == _OWN_GRAPHS and value:
                 raise GraphError(
                     f"options={{{name!r}: {value!r}}}: Inductor would make graphs inside of these; "
                     f"leave it out"
                 )
-            elif name.replace("-", "_") in known:
+            elif name.replace("-", "_") in supported:
                 inductor[name.replace("-", "_")] = value
             else:
                 raise GraphError(
                     f"options has no {name!r}: expected {', '.join(_CAPTURE)}, or a setting of "
                     f"torch._inductor.list_options()"
                 )
-        return cls(capture_options(own), inductor | {_OWN_GRAPHS: False})
+        return cls(capture_options(capture), inductor | {_OWN_GRAPHS: False})
 
 
 def capture_options(given: Mapping[str, Any]) -> Options:

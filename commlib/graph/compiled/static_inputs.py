@@ -159,9 +159,9 @@ class _WithStatic:
 
 
 def _with_static(captured: CapturedFunction[..., Any]) -> _WithStatic:
-    found: Any = captured.fn
-    assert isinstance(found, _WithStatic)
-    return found
+    fn: Any = captured.fn
+    assert isinstance(fn, _WithStatic)
+    return fn
 
 
 def _kind(x: torch.Tensor) -> tuple[Any, ...]:
@@ -171,5 +171,5 @@ def _kind(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _address(x: torch.Tensor) -> int:
-    found = parts(x)
-    return found[0].data_ptr() if len(found) == 1 else hash(tuple(y.data_ptr() for y in found))
+    inner = parts(x)
+    return inner[0].data_ptr() if len(inner) == 1 else hash(tuple(y.data_ptr() for y in inner))

@@ -30,7 +30,7 @@ def static_positions(gm: GraphModule, example_inputs: Sequence[Any], tokens: int
     metadata = None if context is None else context.fw_metadata
     if metadata is None:
         pairs = zip(nodes, example_inputs, strict=True)
-        found = [i for i, (x, value) in enumerate(pairs) if _is_marked(x) or _is_parameter(value)]
+        result = [i for i, (x, value) in enumerate(pairs) if _is_marked(x) or _is_parameter(value)]
     else:
         static = set(metadata.static_input_indices)
         if is_backward(gm):
@@ -39,8 +39,8 @@ def static_positions(gm: GraphModule, example_inputs: Sequence[Any], tokens: int
         else:
             tokens = effect_tokens(gm)
             sources = [_source(node, i, tokens) for i, node in enumerate(nodes)]
-        found = [i for i, source in enumerate(sources) if source in static]
-    return found
+        result = [i for i, source in enumerate(sources) if source in static]
+    return result
 
 
 def is_backward(gm: GraphModule) -> bool:

@@ -25,13 +25,13 @@ _TOKENS = ("prims::_make_token", "prims::_sink_tokens")  # they order operators,
 def unsafe_nodes(gm: torch.fx.GraphModule) -> dict[torch.fx.Node, str]:
     """Return the nodes that must run outside graphs, with the reasons, in order."""
     device = device_of(gm)
-    found: dict[torch.fx.Node, str] = {}
+    unsafe: dict[torch.fx.Node, str] = {}
     for node in gm.graph.nodes:
         whys = (_why(call, device) for call in calls(gm, node))
-        why = _as_its_source(node, found) or next(filter(None, whys), None)
+        why = _as_its_source(node, unsafe) or next(filter(None, whys), None)
         if why is not None:
-            found[node] = why
-    return found
+            unsafe[node] = why
+    return unsafe
 
 
 def device_of(gm: torch.fx.GraphModule) -> torch.device:
@@ -69,8 +69,8 @@ def _why(call: Call, device: torch.device) -> str | None:
 
 def _sync(call: Call, device: torch.device) -> str | None:
     """Return why an operator makes the host wait, from what its arguments are like."""
-    given = call.args, dict(call.kwargs)
-    args, kwargs = torch.fx.map_arg(given, lambda x: x.meta.get("val"))
+    node_args = call.args, dict(call.kwargs)
+    args, kwargs = torch.fx.map_arg(node_args, lambda x: x.meta.get("val"))
     return sync_reason(OpCall(call.op, tuple(args), dict(kwargs)), device)
 
 

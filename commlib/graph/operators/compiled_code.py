@@ -70,8 +70,8 @@ class CompiledCode(Described):
         values = tuple(args)
         args.clear()
         with observers.unwatched():
-            found: Sequence[Any] = mode.__torch_dispatch__(self, (), values, {})
-        return found
+            outputs: Sequence[Any] = mode.__torch_dispatch__(self, (), values, {})
+        return outputs
 
 
 def _watching_mode() -> TorchDispatchMode | None:

@@ -23,8 +23,8 @@ class Exchange:
     ) -> None:
         """``watched``: returns what takes the place of a function, by its name."""
         self._places, self._watched = places, watched
-        self._inherited = [place for place in places if place[1] not in vars(place[0])]
-        self._indexed = [where for where, name in places if name == "__getitem__"]
+        self._inherited = [slot for slot in places if slot[1] not in vars(slot[0])]
+        self._indexed = [owner for owner, name in places if name == "__getitem__"]
         self._before: list[Any] = []
         # What takes over, by place, with the function that it takes over from.
         self._made: dict[Place, tuple[Any, Any]] = {}
@@ -36,13 +36,13 @@ class Exchange:
         with _lock:
             self._asking += 1
             if self._asking == 1:
-                self._before = [getattr(where, name) for where, name in self._places]
+                self._before = [getattr(owner, name) for owner, name in self._places]
                 with kept_slots(self._indexed) if self._indexed else nullcontext():
-                    for place, function in zip(self._places, self._before, strict=True):
-                        made = self._made.get(place)
+                    for slot, function in zip(self._places, self._before, strict=True):
+                        made = self._made.get(slot)
                         if made is None or made[0] is not function:  # the program's own exchange
-                            made = self._made[place] = function, self._watched(place[1], function)
-                        setattr(*place, made[1])
+                            made = self._made[slot] = function, self._watched(slot[1], function)
+                        setattr(*slot, made[1])
         try:
             yield
         finally:
@@ -50,8 +50,8 @@ class Exchange:
                 self._asking -= 1
                 over = () if self._asking else zip(self._places, self._before, strict=True)
                 with kept_slots(self._indexed) if self._indexed else nullcontext():
-                    for place, function in over:
-                        if place in self._inherited:
-                            delattr(*place)
+                    for slot, function in over:
+                        if slot in self._inherited:
+                            delattr(*slot)
                         else:
-                            setattr(*place, function)
+                            setattr(*slot, function)

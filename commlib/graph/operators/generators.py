@@ -77,8 +77,8 @@ def generators_of(call: OpCall, device: torch.device) -> list[torch.Generator]:
     """
     if not (call.known.draws or call.known.generator):
         return []
-    found = call.generators
-    if call.known.draws and (not found or isinstance(call.func, Described)):
-        where = call.kwargs.get("device") or next((x.device for x in call.tensors), device)
-        found.append(default_generator(where))
-    return found
+    generators = call.generators
+    if call.known.draws and (not generators or isinstance(call.func, Described)):
+        op_device = call.kwargs.get("device") or next((x.device for x in call.tensors), device)
+        generators.append(default_generator(op_device))
+    return generators

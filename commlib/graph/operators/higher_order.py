@@ -17,13 +17,13 @@ _HINTS = {"flex_attention": "use torch.nn.functional.scaled_dot_product_attentio
 def check_higher_order(func: HigherOrderOperator) -> None:
     """Raise ``GraphError`` for an operator that takes functions; it has no schema."""
     _forget_frames()
-    name, where = str(func.name()), user_line()
+    name, line = str(func.name()), user_line()
     hint = _HINTS.get(name, "use operators on tensors (torch.where)")
     raise GraphError(
         f"{name} can't be captured: torch compiles the functions that it takes when it is "
-        f"called; at {where}; {hint}, or mark the part with commlib.graph.eager",
+        f"called; at {line}; {hint}, or mark the part with commlib.graph.eager",
         op=name,
-        where=where,
+        where=line,
         hint=hint,
     )
 

@@ -63,8 +63,8 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     storage = torch._C._construct_storage_from_data_pointer(
         source.data_ptr(), source.device, source.nbytes()
     )
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+    geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *geometry)
 
 
 def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -19,15 +19,15 @@ from commlib.graph.operators.exchange import Exchange
 
 def unrolled(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """Run the own forwards of graphed modules inside a ``with`` block."""
-    graphed = [(module, own) for module in modules if (own := _own_forward(module)) is not None]
+    graphed = [(module, orig) for module in modules if (orig := _own_forward(module)) is not None]
     return _exchanged(graphed) if graphed else nullcontext()
 
 
 @contextmanager
 def _exchanged(forwards: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
     before = [vars(module)["forward"] for module, _ in forwards]
-    for module, own in forwards:
-        vars(module)["forward"] = own
+    for module, orig in forwards:
+        vars(module)["forward"] = orig
     try:
         yield
     finally:
@@ -40,8 +40,8 @@ def _own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     forward = vars(module).get("forward")
     if forward is None or getattr(forward, "__module__", "") != "torch.cuda.graphs":
         return None
-    own: Callable[..., Any] | None = inspect.getclosurevars(forward).nonlocals.get("orig_fwd")
-    return own
+    orig: Callable[..., Any] | None = inspect.getclosurevars(forward).nonlocals.get("orig_fwd")
+    return orig
 
 
 def _checked(name: str, replay: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,8 +23,8 @@ def in_ours(frame: Any) -> bool:
 def line_of(error: BaseException) -> str | None:
     """Return file and line of the program where an error came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not each.filename.startswith((*_OURS, "<"))]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+    user_frames = [each for each in frames if not each.filename.startswith((*_OURS, "<"))]
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else None
 
 
 def user_line() -> str:
@@ -64,8 +64,8 @@ def remedy_here() -> str | None:
     """Return what to do where a part of torch reads a value that is known to."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        for place, remedy in _PLACES.items():
-            if place in frame.f_code.co_filename:
+        for path, remedy in _PLACES.items():
+            if path in frame.f_code.co_filename:
                 return remedy
         if _ENGINE in frame.f_code.co_filename and torch.is_anomaly_check_nan_enabled():
             return _ANOMALY
@@ -106,5 +106,5 @@ class ProgramLine(NamedTuple):
     def __str__(self) -> str:
         """Return file and line."""
         lines = self.code.co_lines()
-        found = [line for begin, end, line in lines if begin <= self.instruction < end]
-        return f"{self.code.co_filename}:{found[0] if found else self.code.co_firstlineno}"
+        matches = [line for begin, end, line in lines if begin <= self.instruction < end]
+        return f"{self.code.co_filename}:{matches[0] if matches else self.code.co_firstlineno}"

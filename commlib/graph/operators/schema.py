@@ -112,8 +112,8 @@ def facts(func: Any) -> Facts:
         lifts=func is _aten.lift_fresh.default,
         detaches=func is _aten.detach.default,
         writes=writes,
-        unsaid=tuple(place for place in reads if place[1] in _UNSAID),
-        learns=next((place for place in reads if place[1] in _LEARNS), None),
+        unsaid=tuple(arg for arg in reads if arg[1] in _UNSAID),
+        learns=next((arg for arg in reads if arg[1] in _LEARNS), None),
         own_random=any(x.name == _OWN_RANDOM for x in arguments),
         own=func.namespace in _OWN,
     )
@@ -163,12 +163,12 @@ class OpCall:
     @property
     def written(self) -> list[torch.Tensor]:
         """Return the tensors that it writes to, in its schema or not."""
-        known = self.known
-        if not (known.writes or known.unsaid):
+        op_facts = self.known
+        if not (op_facts.writes or op_facts.unsaid):
             return []
-        learns = known.learns is None or self._argument(known.learns)
-        arguments = [*known.writes, *(known.unsaid if learns else ())]
-        return [tensor for place in arguments for tensor in tensors_in(self._argument(place))]
+        learns = op_facts.learns is None or self._argument(op_facts.learns)
+        arguments = [*op_facts.writes, *(op_facts.unsaid if learns else ())]
+        return [tensor for arg in arguments for tensor in tensors_in(self._argument(arg))]
 
     def _argument(self, place: Place) -> Any:
         i, name = place

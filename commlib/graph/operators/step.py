@@ -37,9 +37,9 @@ class Step(NamedTuple):
         own: Container[int],
     ) -> "Step":
         """Return the step of a call that has ``made`` tensors; ``own``: memory of the graph."""
-        kept = tuple((i, as_it_is(tensor, own)) for i, tensor in made)
+        saved = tuple((i, as_it_is(tensor, own)) for i, tensor in made)
         pends = getattr(call, "namespace", "") in _COLLECTIVES
-        return cls(call, args, kwargs, kept, torch.is_grad_enabled(), pends)
+        return cls(call, args, kwargs, saved, torch.is_grad_enabled(), pends)
 
     def again(self) -> None:
         """Run it again, on the same tensors and into the same memory."""

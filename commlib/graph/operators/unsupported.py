@@ -55,11 +55,11 @@ def check_stray(call: OpCall, touched: Iterable[torch.Tensor]) -> None:
     """
     if any(tensor.is_cuda for tensor in touched) and not stream_captures():
         name = _name_of(call)
-        what = (
+        message = (
             f"{name} ran on a stream that is not part of the capture, so no replay would repeat it"
         )
         hint = "let it wait for the current stream first: stream.wait_stream(...)"
-        raise _unsupported(what, name, hint)
+        raise _unsupported(message, name, hint)
 
 
 def check_untransformed() -> None:
@@ -94,13 +94,13 @@ def check_earlier_backward() -> None:
 def check_unreadable(tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an argument whose values no graph could find at its address."""
     for i, tensor in enumerate(tensors):
-        found = fault(tensor, "the argument")
-        if found is None and not has_memory(tensor) and (tensor.numel() or tensor.is_meta):
-            found = f"is a {type(tensor).__name__} without memory", "pass a tensor that has memory"
-        if found is not None:
-            what, remedy = found
+        defect = fault(tensor, "the argument")
+        if defect is None and not has_memory(tensor) and (tensor.numel() or tensor.is_meta):
+            defect = f"is a {type(tensor).__name__} without memory", "pass a tensor that has memory"
+        if defect is not None:
+            reason, remedy = defect
             raise GraphError(
-                f"tensor {i} of the arguments {what}, and a graph can't read it; {remedy}"
+                f"tensor {i} of the arguments {reason}, and a graph can't read it; {remedy}"
             )
 
 
@@ -136,11 +136,11 @@ def check_reads(where: str, part: str) -> None:
 def check_wrappers(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
     """Raise ``GraphError`` for an operator on tensors without their own memory (DTensor)."""
     for tensor in tensors:
-        found = fault(tensor, "it")
-        if found is not None:
+        defect = fault(tensor, "it")
+        if defect is not None:
             name = _name_of(call)
-            what, remedy = found
-            text = f"{name} can't be captured: a tensor that it takes {what}"
+            reason, remedy = defect
+            text = f"{name} can't be captured: a tensor that it takes {reason}"
             raise _unsupported(text, name, f"capture what works on plain tensors; {remedy}")
 
 
@@ -150,26 +150,26 @@ def check_layouts(call: OpCall, tensors: Iterable[torch.Tensor]) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested:
             name = _name_of(call)
             kind = "jagged" if tensor.is_nested else "sparse"
-            what = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
+            message = f"{name} of a {kind} tensor can't be captured: how much it holds may change"
             hint = "use a padded or dense one (sparse=False, to_dense())"
-            raise _unsupported(what, name, _REMEDY.get(name, hint))
+            raise _unsupported(message, name, _REMEDY.get(name, hint))
 
 
 def check_reshaping(call: OpCall) -> None:
     """Raise ``GraphError`` for an operator that gives a tensor from outside another shape."""
     name = _name_of(call)
-    what = f"{name} can't be captured: it changes the shape of a tensor from outside"
+    message = f"{name} can't be captured: it changes the shape of a tensor from outside"
     hint = _RESHAPED.get(name, f"use {name.rstrip('_')}, which returns another tensor")
-    raise _unsupported(what, name, hint)
+    raise _unsupported(message, name, hint)
 
 
 def check_resized(nbytes: int, now: int) -> None:
     """Raise ``GraphError`` for memory from outside that has another size now."""
-    what = (
+    message = (
         f"memory of {nbytes} bytes from outside has {now} bytes now (resize_): a replay would "
         f"write where it was"
     )
-    raise _unsupported(what, "resize_", "keep its size, or allocate it in the function")
+    raise _unsupported(message, "resize_", "keep its size, or allocate it in the function")
 
 
 def check_unseen(tensors: Iterable[torch.Tensor]) -> None:
@@ -238,24 +238,24 @@ def check_hidden(modules: Iterable[torch.nn.Module]) -> None:
 def check_borrowed(call: OpCall) -> None:
     """Raise ``GraphError`` for a write to an array that the function has made a tensor of."""
     name = _name_of(call)
-    what = f"{name} can't be captured: it writes to an array, which may be another next time"
+    message = f"{name} can't be captured: it writes to an array, which may be another next time"
     raise _unsupported(
-        what, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros"
+        message, name, "make the tensor outside, or a new one: torch.tensor, torch.zeros"
     )
 
 
 def check_seeding() -> None:
     """Raise ``GraphError`` for a function that sets or makes a generator it draws from."""
-    what = (
+    message = (
         "the function sets a generator (manual_seed, fork_rng, a checkpoint with dropout) or makes "
         "one, and a graph only draws on"
     )
-    raise _unsupported(what, "manual_seed", "set it before the call")
+    raise _unsupported(message, "manual_seed", "set it before the call")
 
 
 def _unsupported(what: str, name: str, hint: str, *, reads: bool = False) -> GraphError:
-    where = user_line()
-    return GraphError(f"{what}; at {where}; {hint}", op=name, where=where, hint=hint, reads=reads)
+    line = user_line()
+    return GraphError(f"{what}; at {line}; {hint}", op=name, where=line, hint=hint, reads=reads)
 
 
 def _name_of(call: OpCall) -> str:

@@ -57,7 +57,7 @@ def _checked_arguments(name: str, function: Any) -> Any:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for observer in observers.looking_on() if observers.observers else ():
-            others = [args[1:], [x for known, x in kwargs.items() if known != "input"]]
+            others = [args[1:], [x for key, x in kwargs.items() if key != "input"]]
             for tensor in tensors_in(others) if observer.refuses else ():
                 observer.before_read(tensor, name.strip("_"))
         return function(*args, **kwargs)

@@ -46,9 +46,9 @@ class Cuts:
         shared: Sequence[torch.nn.Module],
     ) -> None:
         """See ``pipeline``. Raises ``GraphError`` for arguments that fit no layer."""
-        for name, given in (("breaks", breaks), ("shared", shared)):
-            if not isinstance(given, Iterable):
-                raise GraphError(f"pipeline: {name} is {given!r:.60}; expected a list")
+        for name, values in (("breaks", breaks), ("shared", shared)):
+            if not isinstance(values, Iterable):
+                raise GraphError(f"pipeline: {name} is {values!r:.60}; expected a list")
         breaks, shared = [*breaks], [*shared]
         self._count, self._borders = len(layers), _borders(layers, breaks)
         self.eager = {i for i, x in enumerate(layers) if is_eager(x) or isinstance(x, EagerLayer)}
@@ -63,9 +63,9 @@ class Cuts:
 
     def stretches(self, probed: Collection[int] = ()) -> list[Stretch]:
         """Return the stretches in order; ``probed``: layers that are captured one by one now."""
-        while tied := self._tied(found := self._stretches(probed)):
+        while tied := self._tied(stretches := self._stretches(probed)):
             self.eager |= tied
-        return found
+        return stretches
 
     def _stretches(self, probed: Collection[int]) -> list[Stretch]:
         alone = {*probed, *self.apart, *self.eager}
@@ -78,16 +78,16 @@ class Cuts:
         A graph adds the gradients of its uses first. Eager code adds all uses one after the
         other, and the last bits of a sum depend on its order.
         """
-        place = {i: number for number, each in enumerate(stretches) for i in each.layers}
-        tied = [users for users in self._users if len({place[i] for i in users}) > 1]
+        stretch_of = {i: number for number, each in enumerate(stretches) for i in each.layers}
+        tied = [users for users in self._users if len({stretch_of[i] for i in users}) > 1]
         return set[int]().union(*tied) - self.eager
 
 
 def _borders(layers: Sequence[Layer], breaks: Sequence[int | type]) -> set[int]:
-    found: set[int] = set()
+    borders: set[int] = set()
     for each in breaks:
         if isinstance(each, type):
-            found |= {i for i, layer in enumerate(layers) if isinstance(layer, each)}
+            borders |= {i for i, layer in enumerate(layers) if isinstance(layer, each)}
         elif isinstance(each, bool) or not isinstance(each, int):
             raise GraphError(
                 f"pipeline: breaks has {each!r}; expected positions of layers, or types of layers"
@@ -98,13 +98,13 @@ def _borders(layers: Sequence[Layer], breaks: Sequence[int | type]) -> set[int]:
                 f"begins with, 1 to {len(layers) - 1}"
             )
         else:
-            found.add(each)
-    return found
+            borders.add(each)
+    return borders
 
 
 def _users(layers: Sequence[Layer], shared: Sequence[torch.nn.Module]) -> set[int]:
     """Return the positions of the layers that are, or have, one of ``shared``."""
-    found: set[int] = set()
+    positions: set[int] = set()
     for each in shared:
         if not isinstance(each, torch.nn.Module):
             raise GraphError(f"pipeline: shared has {each!r}; expected modules that are layers")
@@ -114,8 +114,8 @@ def _users(layers: Sequence[Layer], shared: Sequence[torch.nn.Module]) -> set[in
                 f"pipeline: shared has {type(each).__name__}, which no layer is or uses; pass the "
                 f"module itself, or leave it out on ranks that don't have it"
             )
-        found |= users
-    return found
+        positions |= users
+    return positions
 
 
 def _users_of_weights(layers: Sequence[Layer]) -> list[set[int]]:

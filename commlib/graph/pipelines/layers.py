@@ -64,16 +64,16 @@ def checked(layers: Sequence[Layer]) -> list[Layer]:
         layers = [*layers.children()] if isinstance(layers, torch.nn.Sequential) else [layers]
     if not isinstance(layers, Iterable):
         raise GraphError(f"pipeline({layers!r:.60}): expected a list of modules or functions")
-    found = [*layers]
-    if not found:
+    layer_list = [*layers]
+    if not layer_list:
         raise GraphError("pipeline([]): expected one layer or more")
-    for i, layer in enumerate(found):
+    for i, layer in enumerate(layer_list):
         if isinstance(layer, type) or not callable(layer):
             raise GraphError(
                 f"pipeline: layer {i} is {layer!r}; expected a module or a function, so pass an "
                 f"object that can be called"
             )
-    return [_copyable(layer) for layer in found]
+    return [_copyable(layer) for layer in layer_list]
 
 
 def _copyable(layer: Layer) -> Layer:

@@ -31,7 +31,7 @@ def _order(rank: int, ranks: int, microbatches: int, chunks: int, most: int | No
     if most is None:
         ahead, longest = ranks - rank - 1, max(map(len, groups))
         most = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * longest
-    found, most = forwards[:most], min(most, len(forwards))
+    actions, most = forwards[:most], min(most, len(forwards))
     for forward, backward in zip(forwards[most:], backwards, strict=False):
-        found += [forward, backward]
-    return found + backwards[len(forwards) - most :]
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - most :]

@@ -121,9 +121,9 @@ class Pipeline(Layers):
 
     def _cut(self) -> None:
         """Make what calls each stretch; those that are as before keep their graphs."""
-        known = dict(zip(self.stretches, self._calls, strict=True))
+        old_calls = dict(zip(self.stretches, self._calls, strict=True))
         self.stretches = self._cuts.stretches(self._probed)
-        self._calls = [known.get(each) or self._call_of(each) for each in self.stretches]
+        self._calls = [old_calls.get(each) or self._call_of(each) for each in self.stretches]
 
     def _call_of(self, stretch: Stretch) -> Layer:
         layers = self._layers[stretch.start : stretch.stop]

@@ -81,12 +81,12 @@ class PipelineSchedule:
         """
         if rank not in range(len(self.orders)):
             raise GraphError(f"rank={rank!r}: expected 0 to {len(self.orders) - 1}")
-        found: list[Action | PipelineMove] = []
+        steps: list[Action | PipelineMove] = []
         for actions in self._ticks:
-            found += [action for at, action in actions if at == rank]
+            steps += [action for at, action in actions if at == rank]
             moves = [move for _, action in actions for move in self._moves(action)]
-            found += [move for move in moves if rank in (move.source, move.target)]
-        return found
+            steps += [move for move in moves if rank in (move.source, move.target)]
+        return steps
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
@@ -196,17 +196,17 @@ class PipelineSchedule:
 
 def _ranks(orders: Sequence[Sequence[Action]]) -> list[int]:
     """Return the rank of each stage."""
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            if found.setdefault(action.stage, rank) != rank:
+            if ranks.setdefault(action.stage, rank) != rank:
                 raise GraphError(
-                    f"stage {action.stage} has actions on ranks {found[action.stage]} and {rank}; "
+                    f"stage {action.stage} has actions on ranks {ranks[action.stage]} and {rank}; "
                     f"expected one rank per stage"
                 )
-    if sorted(found) != [*range(len(found))] or not found:
-        raise GraphError(f"the schedule has stages {sorted(found)}; expected 0, 1, 2, ...")
-    return [found[stage] for stage in range(len(found))]
+    if sorted(ranks) != [*range(len(ranks))] or not ranks:
+        raise GraphError(f"the schedule has stages {sorted(ranks)}; expected 0, 1, 2, ...")
+    return [ranks[stage] for stage in range(len(ranks))]
 
 
 def _check_complete(orders: Sequence[Sequence[Action]], stages: int) -> None:
@@ -227,7 +227,7 @@ def _ticks(orders: Sequence[Sequence[Action]], stages: int) -> list[list[tuple[i
     """Return the actions that run at the same time, with their ranks, one tick after the other."""
     done: set[Action] = set()
     left = [[*reversed(order)] for order in orders]
-    found = []
+    ticks = []
     while any(left):
         tick = [
             (rank, order[-1])
@@ -245,5 +245,5 @@ def _ticks(orders: Sequence[Sequence[Action]], stages: int) -> list[list[tuple[i
         for rank, action in tick:
             left[rank].pop()
             done.add(action)
-        found.append(tick)
-    return found
+        ticks.append(tick)
+    return ticks

@@ -46,8 +46,8 @@ class PipelineStep:
             self._arrived[following(action)] = result
 
     def _take(self, action: Action) -> torch.Tensor:
-        found: torch.Tensor | Work[torch.Tensor] = self._arrived.pop(action)
-        return found.wait() if isinstance(found, Work) else found
+        arrived: torch.Tensor | Work[torch.Tensor] = self._arrived.pop(action)
+        return arrived.wait() if isinstance(arrived, Work) else arrived
 
     def _forward(self, action: Action) -> torch.Tensor | None:
         number = action.microbatch
@@ -96,13 +96,13 @@ class PipelineStep:
 def _check_activation(y: Any, action: Action) -> None:
     """Raise ``GraphError`` for a result that no later stage can send a gradient back to."""
     if not isinstance(y, torch.Tensor):
-        found = type(y).__name__
+        actual = type(y).__name__
     elif not (y.is_floating_point() or y.is_complex()):
-        found = f"a tensor of {y.dtype}"
+        actual = f"a tensor of {y.dtype}"
     else:
         return
     raise GraphError(
-        f"the {action} gave {found}; expected one tensor of floating point numbers; pass further "
+        f"the {action} gave {actual}; expected one tensor of floating point numbers; pass further "
         f"values to later stages outside the schedule, or pack them in one tensor"
     )
 
@@ -112,8 +112,8 @@ def _checked_loss(loss: Any, number: int) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     is_tensor = isinstance(loss, torch.Tensor)
-    found = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+    actual = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
     raise GraphError(
-        f"loss(output, {number}) returned {found}; expected one number in a tensor, for example "
+        f"loss(output, {number}) returned {actual}; expected one number in a tensor, for example "
         f"loss.mean()"
     )

@@ -77,12 +77,12 @@ class Contents:
         self._own, self._kept = own, {} if kept is None else kept
         self._room, self._bytes = _ALL_ITEMS, _ALL_BYTES
         seen = set[tuple[int, str]]()
-        for place in places:
-            self._add(place, seen, _DEEP)
-        plain = [place.held for place in self._plain]
+        for slot in places:
+            self._add(slot, seen, _DEEP)
+        plain = [slot.held for slot in self._plain]
         self._arrays = [x for x in plain if type(x) in _ARRAYS]
         self._held = [x for x in plain if type(x) not in _ARRAYS]
-        opened = [place.held for place, _ in self._opened]
+        opened = [slot.held for slot, _ in self._opened]
         self._dicts = [x for x in opened if type(x) in _DICTS]
         self._lists = [x for x in opened if type(x) not in _DICTS and not isinstance(x, tuple)]
         self.has_plain = bool(self._held)
@@ -112,41 +112,41 @@ class Contents:
 
         They are empty where one holds something else now, which hides the others.
         """
-        whole = _bytes_of(self._held) if self._held else b""
-        if self._arrays and (whole or not self._held):
-            whole += b"".join(map(_bytes_of_array, self._arrays))
-        return whole
+        data = _bytes_of(self._held) if self._held else b""
+        if self._arrays and (data or not self._held):
+            data += b"".join(map(_bytes_of_array, self._arrays))
+        return data
 
     def items(self) -> list[Any]:
         """Return the keys and items of the other containers."""
-        found: list[Any] = []
+        items: list[Any] = []
         for x in self._dicts:
-            found += x
-            found += x.values()
+            items += x
+            items += x.values()
         for x in self._lists:
-            found += x
-        return found
+            items += x
+        return items
 
     def facts(self) -> Iterator[Fact]:
         """Yield what each of them holds."""
-        for where, name, held in self._plain:
-            yield (where, _content(name)), _fact_of(held)
-        for place, keys in self._opened:
-            yield from _facts(place, keys)
+        for owner_id, name, held in self._plain:
+            yield (owner_id, _content(name)), _fact_of(held)
+        for slot, keys in self._opened:
+            yield from _facts(slot, keys)
 
     def tensors(self) -> Iterator[tuple[tuple[Hashable, ...], torch.Tensor]]:
         """Yield the tensors among their items, with the places of these; no code of keys runs."""
-        for place, keys in self._opened:
-            for key, one in _items(place.held, keys):
+        for slot, keys in self._opened:
+            for key, one in _items(slot.held, keys):
                 if isinstance(one, torch.Tensor):
-                    yield (*place[:2], key if type(key) in PLAIN else id(key)), one
+                    yield (*slot[:2], key if type(key) in PLAIN else id(key)), one
 
     def all_facts(self) -> Iterator[Fact]:
         """Yield what each of them holds, and each item."""
         yield from self.facts()
-        for place in self._plain:
-            if _is_opened(place.held):
-                yield from _facts(place)
+        for slot in self._plain:
+            if _is_opened(slot.held):
+                yield from _facts(slot)
 
 
 def is_asked(x: Any) -> bool:

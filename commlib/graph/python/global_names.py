@@ -32,14 +32,14 @@ def names_in(fn: FunctionType) -> list[Name]:
     """
     if fn.__code__.co_filename.startswith(INSTALLED):
         return []
-    found = names_of(fn.__code__)
-    names = [Name(fn.__globals__, name) for name in found.looked_up & fn.__globals__.keys()]
+    code_names = names_of(fn.__code__)
+    names = [Name(fn.__globals__, name) for name in code_names.looked_up & fn.__globals__.keys()]
     named = [each.names[each.name] for each in names]
     named += [cell.cell_contents for cell in fn.__closure__ or () if not _is_empty(cell)]
-    if found.imported:
+    if code_names.imported:
         named += imported_by(fn)
-    for module in modules_through(named, found.read, _ENDS) if named else ():
-        names += [Name(vars(module), name) for name in found.read & vars(module).keys()]
+    for module in modules_through(named, code_names.read, _ENDS) if named else ():
+        names += [Name(vars(module), name) for name in code_names.read & vars(module).keys()]
     return names
 
 
@@ -59,11 +59,11 @@ def imported_by(fn: FunctionType) -> Iterator[ModuleType | None]:
     """
     for text in names_of(fn.__code__).imported:
         try:
-            whole = resolve_name(text, str(fn.__globals__.get("__package__") or ""))
+            full_name = resolve_name(text, str(fn.__globals__.get("__package__") or ""))
         except ImportError:  # relative to no package
             yield None
             continue
-        parts = whole.split(".")
+        parts = full_name.split(".")
         yield from (sys.modules.get(".".join(parts[: i + 1])) for i in range(len(parts)))
 
 
@@ -74,14 +74,14 @@ def modules_through(
 
     ``ends``: packages whose modules are left out.
     """
-    left, found = list(roots), dict[int, ModuleType]()
+    left, modules = list(roots), dict[int, ModuleType]()
     while left:
         x = left.pop()
-        if not isinstance(x, ModuleType) or id(x) in found or root_of(x.__name__) in ends:
+        if not isinstance(x, ModuleType) or id(x) in modules or root_of(x.__name__) in ends:
             continue
-        found[id(x)] = x
+        modules[id(x)] = x
         left += [vars(x).get(name) for name in read]
-    return [*found.values()]
+    return [*modules.values()]
 
 
 def root_of(module: object) -> str:

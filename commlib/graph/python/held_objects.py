@@ -103,11 +103,11 @@ class _Sequence:
             return
         for i, (before, after) in enumerate(zip(self._kept, now, strict=True)):
             if before is not after:
-                place = NO_PLACE
+                binding = NO_PLACE
                 if kind != "set":
                     read = partial(self._target.__getitem__, i)
-                    place = Place(read, partial(self._target.__setitem__, i))
-                yield Change(id(self._target), f"item {i} of a {kind}", before, after, place)
+                    binding = Place(read, partial(self._target.__setitem__, i))
+                yield Change(id(self._target), f"item {i} of a {kind}", before, after, binding)
 
 
 class _Variable:
@@ -124,8 +124,8 @@ class _Variable:
         now = _value_of(self._x)
         if now is not self._kept:
             name = self._x.name if isinstance(self._x, Name) else "a variable of its closure"
-            place = Place(partial(_value_of, self._x), self._bind)
-            yield Change(id(self._x), str(name), self._kept, now, place)
+            binding = Place(partial(_value_of, self._x), self._bind)
+            yield Change(id(self._x), str(name), self._kept, now, binding)
 
     def _bind(self, value: Any) -> None:
         if isinstance(self._x, Name):
@@ -156,8 +156,8 @@ class _Slots:
             if now is not before:
                 text = f"{kind_name(self._target)}.{name}"
                 read = partial(getattr, self._target, name)
-                place = Place(read, partial(object.__setattr__, self._target, name))
-                yield Change(id(self._target), text, before, now, place)
+                binding = Place(read, partial(object.__setattr__, self._target, name))
+                yield Change(id(self._target), text, before, now, binding)
 
 
 class _Class:
@@ -180,11 +180,11 @@ class _Class:
             if now is not self._kept.get(name, GONE):
                 text = f"{self._target.__name__}.{name}"
                 read = partial(vars(self._target).get, name)
-                place, before = (
+                binding, before = (
                     Place(read, partial(setattr, self._target, name)),
                     self._kept.get(name, GONE),
                 )
-                yield Change(id(self._target), text, before, now, place)
+                yield Change(id(self._target), text, before, now, binding)
 
 
 class _Generator:
@@ -256,9 +256,9 @@ def held(x: Any) -> Iterator[Any]:
 def _kept_as(kind: type) -> type | None:
     """Return the container that keeps things as objects of this class do; None without one."""
     for container in (dict, list, set, deque):
-        own = [name for name in _ACCESS if hasattr(container, name)]
+        methods = [name for name in _ACCESS if hasattr(container, name)]
         if issubclass(kind, container) and all(
-            getattr(kind, name) is getattr(container, name) for name in own
+            getattr(kind, name) is getattr(container, name) for name in methods
         ):
             return container
     return None
@@ -274,4 +274,4 @@ def _value_of(x: CellType | Name) -> Any:
 
 
 def _own(kind: type) -> dict[str, Any]:
-    return {name: found for name, found in vars(kind).items() if not name.startswith("__")}
+    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}

@@ -19,25 +19,25 @@ class Buffers:
 
     def __init__(self, targets: Sequence[Any]) -> None:
         self._kept: list[tuple[Any, Any]] = []
-        room = _MOST_BYTES
+        free_bytes = _MOST_BYTES
         for x in targets:
             size = _size(x)
-            if 0 < size <= room:
-                room -= size
+            if 0 < size <= free_bytes:
+                free_bytes -= size
                 self._kept.append((x, x[...].copy() if isinstance(x, np.ndarray) else x[:]))
 
     def restore(self) -> None:
         """Give all of them what they held."""
-        for x, kept in self._kept:
-            if not _same(x, kept):
-                x[... if isinstance(x, np.ndarray) else slice(None)] = kept
+        for x, saved in self._kept:
+            if not _same(x, saved):
+                x[... if isinstance(x, np.ndarray) else slice(None)] = saved
 
     def changes(self) -> Iterator[Change]:
         """Yield the arrays that hold something else."""
-        for x, kept in self._kept:
-            if not _same(x, kept):
+        for x, saved in self._kept:
+            if not _same(x, saved):
                 text, memory = f"the content of an array ({type(x).__name__})", _address(x)
-                yield Change(id(x), text, _words(kept), _words(x), NO_PLACE, memory)
+                yield Change(id(x), text, _words(saved), _words(x), NO_PLACE, memory)
 
 
 class OfTensor:
@@ -63,10 +63,10 @@ class OfTensor:
         for name in {**self._kept, **present}:
             before, now = self._kept.get(name, GONE), present.get(name, GONE)
             if now is not before:
-                place = Place(
+                location = Place(
                     partial(getattr, self._x, name, None), partial(setattr, self._x, name)
                 )
-                yield Change(id(self._x), f"{type(self._x).__name__}.{name}", before, now, place)
+                yield Change(id(self._x), f"{type(self._x).__name__}.{name}", before, now, location)
 
 
 def _plain_values(x: torch.Tensor) -> dict[str, Any]:

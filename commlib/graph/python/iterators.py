@@ -206,10 +206,10 @@ def _reduced(x: Any) -> Any:
     try:
         with warnings.catch_warnings():  # deprecated for itertools
             warnings.simplefilter("ignore")
-            found = x.__reduce__()
+            reduced = x.__reduce__()
     except (TypeError, AttributeError):
         return None
-    return [one if isinstance(one, _PLAIN) else len(one) for one in _flat(found)]
+    return [one if isinstance(one, _PLAIN) else len(one) for one in _flat(reduced)]
 
 
 def _flat(x: Any) -> Iterator[Any]:

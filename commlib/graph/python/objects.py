@@ -109,9 +109,9 @@ def _leaves(x: Any, inside: tuple[int, ...]) -> list[Any]:
             f"an output is a {type(x).__qualname__} that holds itself, so that a replay "
             f"can't put new tensors in it; return the tensors themselves"
         )
-    found = [leaf for one in _held(x).values() for leaf in _leaves(one, (*inside, id(x)))]
-    if any(isinstance(leaf, torch.Tensor) for leaf in found):
-        return found
+    leaves = [leaf for one in _held(x).values() for leaf in _leaves(one, (*inside, id(x)))]
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return leaves
     return [] if is_plain(x) else [x]
 
 

@@ -65,31 +65,31 @@ def reached(
     queue, seen = deque[Any](roots), set[int]()
     objects, tensors = list[Any](), list[torch.Tensor]()  # an id names an object that is alive
     while queue and len(seen) < _MOST:
-        found = queue.popleft()
-        kind = kind_of(type(found))
+        obj = queue.popleft()
+        kind = kind_of(type(obj))
         while kind is _WRAPS or kind is _REFERS:
             # A captured function represents its function; LR schedulers refer to their optimizer.
-            found = found.__commlib_captures__ if kind is _WRAPS else found()
-            kind = kind_of(type(found))
-        if kind is _NOTHING or id(found) in seen:
+            obj = obj.__commlib_captures__ if kind is _WRAPS else obj()
+            kind = kind_of(type(obj))
+        if kind is _NOTHING or id(obj) in seen:
             continue
-        if kind is _DEFINED and not is_of_the_program(found):
+        if kind is _DEFINED and not is_of_the_program(obj):
             continue
-        seen.add(id(found))
+        seen.add(id(obj))
         if kind is _TENSOR:
-            tensors.append(found)
-            queue.extend(held_by_tensor(found))
+            tensors.append(obj)
+            queue.extend(held_by_tensor(obj))
             continue
-        objects.append(found)
+        objects.append(obj)
         if kind is _BUFFER:
             continue
         if kind is _DICT:
-            if found:
-                queue.extend(found.values())
+            if obj:
+                queue.extend(obj.values())
         elif kind is _ITEMS:
-            queue.extend(found)
-        elif not ends or not isinstance(found, ends):
-            queue.extend(_leads_to(found, None if followed is None else followed(found)))
+            queue.extend(obj)
+        elif not ends or not isinstance(obj, ends):
+            queue.extend(_leads_to(obj, None if followed is None else followed(obj)))
     return Reached(objects, tensors)
 
 
@@ -131,8 +131,8 @@ def _kind(kind: type) -> _Kind:
         return _Kind.ITEMS
     if issubclass(kind, (np.ndarray, bytearray, array)):
         return _Kind.BUFFER
-    own = issubclass(kind, (MethodType, partial, Name, CellType, torch.Generator, *RANDOM))
-    return _Kind.FOLLOWED if own or is_of_the_program(kind) else _Kind.NOTHING
+    is_followed = issubclass(kind, (MethodType, partial, Name, CellType, torch.Generator, *RANDOM))
+    return _Kind.FOLLOWED if is_followed or is_of_the_program(kind) else _Kind.NOTHING
 
 
 def is_captured(kind: type) -> bool:
@@ -168,31 +168,31 @@ def given_to(x: torch.Tensor) -> dict[str, Any]:
 def _leads_to(x: Any, names: Container[str] | None) -> Iterable[Any]:
     """Return what an object holds, in its attributes ``names`` or in all of them."""
     kind: Any = type(x)
-    found = [forward_of(kind)] if isinstance(x, torch.nn.Module) else [*held_by(x)]
+    refs = [forward_of(kind)] if isinstance(x, torch.nn.Module) else [*held_by(x)]
     if isinstance(x, type):
         held = {**_functions_of(x), **class_values(x)}.items()
-        found += [
+        refs += [
             one for name, one in held if names is None or name in names or name.startswith("__")
         ]
-        found += _own_classes(x)
+        refs += _own_classes(x)
     elif not isinstance(x, _WITHOUT_ATTRIBUTES):
-        held, own = attributes(x).items(), isinstance(x, _KINDS_OF_TORCH)
-        found += [
+        held, is_torch = attributes(x).items(), isinstance(x, _KINDS_OF_TORCH)
+        refs += [
             one
             for name, one in held
-            if names is None or name in names or (own and name.endswith(_PARTS))
+            if names is None or name in names or (is_torch and name.endswith(_PARTS))
         ]
         if isinstance(x, torch.jit.ScriptModule):  # its parts are in dicts of TorchScript
-            found += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
-        found += _own_classes(kind)
-    return found
+            refs += [*x.children(), *x.parameters(recurse=False), *x.buffers(recurse=False)]
+        refs += _own_classes(kind)
+    return refs
 
 
 @lru_cache(maxsize=10_000)
 def forward_of(kind: Any) -> Any:
     """Return the forward of a class of modules; None for a scripted one, which has no code."""
-    found = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
-    return None if issubclass(kind, torch.jit.ScriptModule) else found
+    forward = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    return None if issubclass(kind, torch.jit.ScriptModule) else forward
 
 
 @lru_cache(maxsize=10_000)
@@ -268,14 +268,14 @@ def attributes(x: Any) -> dict[str, Any]:
 
 def in_slots(x: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in its slots, without those that are unset."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     kind: Any = type(x)
     for name in slots(kind):
         try:
-            found[name] = object.__getattribute__(x, name)
+            values[name] = object.__getattribute__(x, name)
         except AttributeError:
             continue
-    return found
+    return values
 
 
 def dict_of(x: Any) -> Any:
@@ -293,8 +293,8 @@ def dict_of(x: Any) -> Any:
 @lru_cache(maxsize=10_000)
 def slots(kind: type) -> tuple[str, ...]:
     """Return the names that objects of a class keep outside a ``__dict__``."""
-    found: list[str] = []
+    names: list[str] = []
     for each in kind.__mro__:
         slots = vars(each).get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else slots
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+        names += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

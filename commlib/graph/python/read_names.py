@@ -194,23 +194,23 @@ class _Reader:
         self._left.extend(content(cell) for cell in x.__closure__ or ())
         self._left.extend((*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()))
         self._left.extend(vars(x).values())
-        found = names_of(x.__code__)
+        code_names = names_of(x.__code__)
         if root_of(x.__globals__.get("__name__")) in _ENDS:
-            self._name(found.read)
+            self._name(code_names.read)
             return
         _check_visible(x)
-        own = {"__getattribute__"} if x.__name__ == "__getattribute__" else set()
-        if found.by_name - own:
+        ignored = {"__getattribute__"} if x.__name__ == "__getattribute__" else set()
+        if code_names.by_name - ignored:
             raise _UnknownError
-        self._name(found.read | (ASKING & found.looked_up))
-        if "__class__" in found.read or "type" in found.looked_up:
+        self._name(code_names.read | (ASKING & code_names.looked_up))
+        if "__class__" in code_names.read or "type" in code_names.looked_up:
             self._name(_MAKES)
-        for name in found.looked_up & x.__globals__.keys():
-            self._add_global(x.__globals__[name], found.read)
-        for module in imported_by(x) if found.imported else ():
+        for name in code_names.looked_up & x.__globals__.keys():
+            self._add_global(x.__globals__[name], code_names.read)
+        for module in imported_by(x) if code_names.imported else ():
             if module is None:
                 raise _UnknownError
-            self._add_global(module, found.read)
+            self._add_global(module, code_names.read)
 
     def _add_global(self, x: Any, read: Iterable[str]) -> None:
         """Add what a name refers to: of a module, what code reads from it."""
@@ -269,12 +269,12 @@ class _Reader:
 @lru_cache(maxsize=2000)
 def _names_of_class(kind: type) -> frozenset[str]:
     """Return the names that the code of a library's class reads, and those that it defines."""
-    found = set(vars(kind))
+    names = set(vars(kind))
     for x in vars(kind).values():
         inner = getattr(x, "__func__", getattr(x, "fget", x))
         if isinstance(inner, FunctionType):
-            found |= names_of(inner.__code__).read
-    return frozenset(found)
+            names |= names_of(inner.__code__).read
+    return frozenset(names)
 
 
 def _is_followed(kind: type, root: str) -> bool:

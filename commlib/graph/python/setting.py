@@ -39,11 +39,11 @@ class Same(int):
 
 def is_open(kind: type) -> bool:
     """Return True if the attributes of an object of this type tell what it is."""
-    found = _known_open.get(kind)
-    if found is None:
+    cached = _known_open.get(kind)
+    if cached is None:
         closed = issubclass(kind, (*OWN_WAYS, *PLAIN, *FIXED, torch.Tensor, Enum))
-        found = _known_open[kind] = not closed and is_of_the_program(kind)
-    return found
+        cached = _known_open[kind] = not closed and is_of_the_program(kind)
+    return cached
 
 
 def has_settings(x: Any) -> bool:

@@ -78,14 +78,14 @@ def _variables(
     stored = {x.argval for x in dis.get_instructions(code) if x.opname.startswith("STORE_")}
     cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
     names = code.co_varnames[: code.co_argcount]
-    found = {
+    scopes = {
         "local": {**kwargs, **dict(zip(names, args, strict=False))},
         "closure": {name: content(cell) for name, cell in cells},
         "global": {"next": next, **fn.__globals__},
     }
     return {
         scope: {name: x for name, x in held.items() if name not in stored}
-        for scope, held in found.items()
+        for scope, held in scopes.items()
     }
 
 
@@ -121,7 +121,7 @@ def _is_called(step: dis.Instruction) -> bool:
 
 def _always(code: CodeType) -> list[dis.Instruction]:
     """Return the steps that each call makes: up to the first return, and not in a branch."""
-    found, end = list[dis.Instruction](), 0  # of the branch
+    steps, end = list[dis.Instruction](), 0  # of the branch
     for step in dis.get_instructions(code):
         if step.opcode in _JUMPS and isinstance(step.argval, int):
             end = max(end, step.argval)
@@ -130,5 +130,5 @@ def _always(code: CodeType) -> list[dis.Instruction]:
         if step.offset < end and step.opcode not in _JUMPS:
             continue
         if step.opname not in ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "NOP"):
-            found.append(step)
-    return found
+            steps.append(step)
+    return steps

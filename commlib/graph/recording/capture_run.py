@@ -160,12 +160,12 @@ def called_unhooked(fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
 @contextmanager
 def _hooks_removed() -> Iterator[None]:
     # Further hooks that change nothing would hide in-place writes from autograd.
-    found = []
+    pairs = []
     while (pair := _top_hooks(True)) is not None:
-        found.append(pair)
+        pairs.append(pair)
         _hooks._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        for pair in reversed(found):
+        for pair in reversed(pairs):
             _hooks._push_saved_tensors_default_hooks(*pair)

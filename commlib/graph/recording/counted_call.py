@@ -132,11 +132,11 @@ class CountedCall:
         self, run: WarmUpRun, rings: Sequence[Any], changed: Sequence[torch.Tensor]
     ) -> None:
         """Record what the run shows; ``changed``: memory that holds something else since."""
-        found, real = self.findings, self._real
-        found.rings, found.broken, found.by_parts = list(rings), run.broken, set(run.changed)
-        known = real.written  # that of eager parts is in the log
-        found.unseen = [
-            x for x in changed if memory(x) not in known and not real.undo.has_noted(memory(x))
+        results, real = self.findings, self._real
+        results.rings, results.broken, results.by_parts = list(rings), run.broken, set(run.changed)
+        written = real.written  # that of eager parts is in the log
+        results.unseen = [
+            x for x in changed if memory(x) not in written and not real.undo.has_noted(memory(x))
         ]
 
     def _look(
@@ -171,32 +171,32 @@ class CountedCall:
 
     def _find(self, call: Arguments, result: Any) -> None:
         """Record how the call has changed Python objects and gradients."""
-        found = self.findings
+        findings = self.findings
         changes = [x for x in self._before.changes() if x.has_place]
-        found.sets = [kept(x, call.tensors) for x in changes if self._is_kept(x, call)]
-        others = [x for x in changes if (x.where, x.name) not in found.by_parts]
-        found.hands_back = _handed_back(call, self._opened, result, others)
-        given, noted = {id(x) for x in call.tensors}, [*self._real.undo.grads]
-        found.leaves = [leaf for leaf, _ in noted if id(leaf) not in given]
-        found.binds_grads = any(leaf.grad is not grad for leaf, grad in noted)
-        found.note_reachable(self.after.tensors)
-        found.lasting.before = result, self.after
+        findings.sets = [kept(x, call.tensors) for x in changes if self._is_kept(x, call)]
+        others = [x for x in changes if (x.where, x.name) not in findings.by_parts]
+        findings.hands_back = _handed_back(call, self._opened, result, others)
+        arg_ids, noted = {id(x) for x in call.tensors}, [*self._real.undo.grads]
+        findings.leaves = [leaf for leaf, _ in noted if id(leaf) not in arg_ids]
+        findings.binds_grads = any(leaf.grad is not grad for leaf, grad in noted)
+        findings.note_reachable(self.after.tensors)
+        findings.lasting.before = result, self.after
 
     def _check(self) -> None:
         """Raise ``GraphError`` for what no graph could repeat."""
-        found = self.findings
+        findings = self.findings
         check_tied(self._real.undo.tied)
-        if found.continued:
-            check_continued(found.continued[0])
-        check_taken(found.taken)
-        if found.draws:
+        if findings.continued:
+            check_continued(findings.continued[0])
+        check_taken(findings.taken)
+        if findings.draws:
             check_python_random()
-        if found.hands_back:
+        if findings.hands_back:
             raise GraphError(
-                f"the function {found.hands_back}, and a replay would give the object of the "
+                f"the function {findings.hands_back}, and a replay would give the object of the "
                 f"capture; return or bind what it holds instead"
             )
-        check_unseen(found.unseen)
+        check_unseen(findings.unseen)
 
     def _is_kept(self, change: Change, call: Arguments) -> bool:
         """Return True for plain values, values of the call, and tensors that it has not made."""
@@ -248,13 +248,13 @@ def _handed_back(call: Arguments, opened: Contents, result: Any, changes: Sequen
     if not opened:
         return ""
     objects = exchanged(*call.given, {*call.closed, *changed(opened)})
-    found = first_of(objects, result)
-    if found is not None:
-        return f"returns an argument that is a {type(found).__qualname__}"
+    match = first_of(objects, result)
+    if match is not None:
+        return f"returns an argument that is a {type(match).__qualname__}"
     for change in changes:
-        found = first_of(objects, change.now)
-        if found is not None:
-            return f"binds {change.name} to an argument that is a {type(found).__qualname__}"
+        match = first_of(objects, change.now)
+        if match is not None:
+            return f"binds {change.name} to an argument that is a {type(match).__qualname__}"
     return ""
 
 

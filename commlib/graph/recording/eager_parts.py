@@ -94,13 +94,13 @@ class EagerSegment:
         self._part, self._grads, self._own = part, grads, called.own
         leaves, spec = tree_flatten(called.result)
         pairs = zip(leaves, called.own, strict=True)
-        self._kept = [_readable(x) if own else x for x, own in pairs]
+        self._kept = [_readable(x) if made else x for x, made in pairs]
         self.result, self.written = tree_unflatten(self._kept, spec), called.written
 
     def made(self, key: int) -> bool:
         """Return True for memory that the part has made, as for its results."""
         pairs = zip(self._kept, self._own, strict=True)
-        return any(own and key in memory_in(x) for x, own in pairs)
+        return any(made and key in memory_in(x) for x, made in pairs)
 
     def replay(self, done: list[DonePart] | None = None) -> None:
         """Call it again, or do again what the first of ``done`` did in a verified call.
@@ -113,18 +113,18 @@ class EagerSegment:
                 leaf.grad = grad
         with torch.no_grad():
             result = self._part() if done is None else do_again(done, self._part).result
-            found = tree_leaves(result)
-            if list(map(_shape, found)) != list(map(_shape, self._kept)):
+            leaves = tree_leaves(result)
+            if list(map(_shape, leaves)) != list(map(_shape, self._kept)):
                 raise GraphError(
                     f"{name_of(self._part)}, an eager part, returns something else than at the "
                     f"capture, where the graph has its shapes and plain values; return tensors of "
                     f"one shape and dtype, or nothing, or make the values part of key="
                 )
-            for kept, new, own in zip(self._kept, found, self._own, strict=True):
-                if own:
-                    kept.copy_(new)
-                elif isinstance(kept, torch.Tensor):
-                    self._check_same(kept, new, verified=done is not None)
+            for saved, new, made in zip(self._kept, leaves, self._own, strict=True):
+                if made:
+                    saved.copy_(new)
+                elif isinstance(saved, torch.Tensor):
+                    self._check_same(saved, new, verified=done is not None)
 
     def _check_same(self, kept: torch.Tensor, new: torch.Tensor, *, verified: bool) -> None:
         """Raise unless the graph reads ``new``; in a verified call a copy of it was returned."""

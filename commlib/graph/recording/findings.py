@@ -174,11 +174,11 @@ class Findings:
         """
         texts = list(map(str, segments.collectives))
         if part == "forward" and self.compared:
-            what = "the run before the capture and the capture differ"
-            check_same(what, self.names, segments.names[: segments.own])
-            check_same(what, self.calls, texts)
-        known = self._texts.setdefault(part, texts)
-        check_same("two captures of the function differ", known, texts)
+            message = "the run before the capture and the capture differ"
+            check_same(message, self.names, segments.names[: segments.own])
+            check_same(message, self.calls, texts)
+        recorded = self._texts.setdefault(part, texts)
+        check_same("two captures of the function differ", recorded, texts)
 
     def _check_reads(self, segments: Segments) -> None:
         """Raise ``GraphError`` for a function that read other outside memory in the last run."""
@@ -192,7 +192,7 @@ class Findings:
         after, self.outside = after.until(segments.own, others), OutsideReads()
         if not (before.reads or after.reads):
             return
-        reachable = [x for known in self.reachable if (x := known()) is not None]
+        reachable = [x for ref in self.reachable if (x := ref()) is not None]
         lasting = keys_of(part for x in reachable for part in parts(x) if has_memory(part))
         if self.broken:  # eager parts make other tensors each time, which replays copy
             before, after = before.among(lasting), after.among(lasting)

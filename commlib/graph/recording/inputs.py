@@ -132,11 +132,11 @@ class Inputs:
         touched = self.touched
         if not (touched.written or touched.outside_written):
             return
-        own: dict[int, object] = {i: id(copy) for i, copy in self.copies.items()}
+        mem_ids: dict[int, object] = {i: id(copy) for i, copy in self.copies.items()}
         for i, at in enumerate(pointers):
             if at != self.pointers[i]:
-                own.setdefault(i, (at, of_tensor(tensors[i])))
-        for i in own if touched.outside else ():
+                mem_ids.setdefault(i, (at, of_tensor(tensors[i])))
+        for i in mem_ids if touched.outside else ():
             key, (begin, end) = tensors[i].untyped_storage()._cdata, span(tensors[i])
             others = touched.outside if i in touched.written else ()
             for other, (low, high) in (*touched.outside_written, *others):
@@ -150,7 +150,7 @@ class Inputs:
             return
         written = set(touched.written)
         for i, j in overlaps(tensors):
-            if own.get(i) != own.get(j) and (i in written or j in written):
+            if mem_ids.get(i) != mem_ids.get(j) and (i in written or j in written):
                 raise GraphError(
                     f"tensors {i} and {j} of the arguments overlap, and the function writes one; "
                     f"give it one of them, and slice inside"

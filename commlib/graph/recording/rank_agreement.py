@@ -56,8 +56,8 @@ def check_ranks_agree(
     status = 2 * (counted or getattr(problem, "done", False)) + (problem is not None)
     status += 4 * getattr(problem, "reads", False)
     for ring in rings:
-        own = [c for c in collectives if c.ring is ring and c.collective not in PEER_TO_PEER]
-        rows = ring._hosts.exchange([status, *(_number(str(call)) for call in own)])
+        ring_calls = [c for c in collectives if c.ring is ring and c.collective not in PEER_TO_PEER]
+        rows = ring._hosts.exchange([status, *(_number(str(call)) for call in ring_calls)])
         done = any(row[0] & 2 for row in rows)
         if any(row[0] & 1 for row in rows):
             texts = _gather_texts(ring, _text_of(problem))
@@ -69,7 +69,7 @@ def check_ranks_agree(
             text = f"no rank of ring {ring.ring_id} captures: {bad}"
             raise GraphError(text, done=done, reads=any(row[0] & 4 for row in rows))
         if any(row[1:] != rows[0][1:] for row in rows):
-            raise GraphError(_part(ring, own, [row[1:] for row in rows]), done=done)
+            raise GraphError(_part(ring, ring_calls, [row[1:] for row in rows]), done=done)
 
 
 def _text_of(problem: Exception | None) -> str:

@@ -107,7 +107,7 @@ def _as_ours(error: Exception) -> GraphError:
         return error
     text = f"{type(error).__name__}: {error}"
     why = next((hint for words, hint in _HINTS.items() if words in text), "")
-    where = line_of(error)
-    found = GraphError(f"capturing failed: {text}{why}" + (f"; at {where}" if where else ""))
-    found.__cause__ = error
-    return found
+    line = line_of(error)
+    graph_error = GraphError(f"capturing failed: {text}{why}" + (f"; at {line}" if line else ""))
+    graph_error.__cause__ = error
+    return graph_error

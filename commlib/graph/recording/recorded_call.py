@@ -101,33 +101,33 @@ def record_call(
     Raises:
         GraphError: It can't be captured. The capture leaves nothing.
     """
-    found = recipe.findings
+    findings = recipe.findings
     read = inputs.of(call)
-    given = with_grads(list(map(leaf, read)) if found.differentiable else read, call.tensors)
+    new_args = with_grads(list(map(leaf, read)) if findings.differentiable else read, call.tensors)
     arguments = keys_of((*call.tensors, *read))
-    found.arguments |= arguments
-    args, kwargs = call.rebuilt(given)
+    findings.arguments |= arguments
+    args, kwargs = call.rebuilt(new_args)
     saved = set[int]()
 
     def function(segments: Segments) -> tuple[Any, Bound, list[Change]]:
-        objects = PythonState(found.roots)
+        objects = PythonState(findings.roots)
         if recipe.unseen:
             unseen = (read[x].detach() if isinstance(x, int) else x for x in recipe.unseen)
             segments.recorders[-1].note_unseen(unseen)
-        with _saving(saved) if found.differentiable else nullcontext():
+        with _saving(saved) if findings.differentiable else nullcontext():
             result = recipe.fn(*args, **kwargs)
             grads = [(x, x.grad) for x, grad in before if x.grad is not grad]
-            bindings = _bound(objects, found, segments) if found.roots else []
+            bindings = _bound(objects, findings, segments) if findings.roots else []
         segments.own = len(segments.names)  # what follows is not work of the function
         inputs.touched = Touched.by(segments, read)
         _check_grads(call, inputs.touched)
         inputs.check_overlaps(call.tensors)
-        return _kept(result, given, segments, recipe), grads, bindings
+        return _kept(result, new_args, segments, recipe), grads, bindings
 
-    with reading(call, given), kept_grads(found.leaves) as before:
+    with reading(call, new_args), kept_grads(findings.leaves) as before:
         segments, (result, grads, bindings) = record(
             recipe.backend,
-            found,
+            findings,
             function,
             part="forward",
             again=again,
@@ -135,9 +135,9 @@ def record_call(
             done=done,
             times=recipe.times.of("forward", recipe.backend.device) if recipe.times else None,
         )
-    without_grads(given, call.tensors)
+    without_grads(new_args, call.tensors)
     inputs.fix(read)
-    return RecordedCall(segments, result, given, arguments, grads, bindings, saved)
+    return RecordedCall(segments, result, new_args, arguments, grads, bindings, saved)
 
 
 def _saving(saved: set[int]) -> AbstractContextManager[object]:
@@ -147,8 +147,8 @@ def _saving(saved: set[int]) -> AbstractContextManager[object]:
     # would close a cycle that the garbage collector can't see.
     def pack(x: torch.Tensor) -> torch.Tensor:
         saved.update(part.untyped_storage()._cdata for part in parts(x))
-        found: torch.Tensor = rebuilt(x, lambda part: part.data)
-        return found
+        packed: torch.Tensor = rebuilt(x, lambda part: part.data)
+        return packed
 
     return saved_tensors_hooks(pack, lambda x: x)
 
@@ -170,7 +170,7 @@ def _check_grads(call: Arguments, touched: Touched) -> None:
     for i, tensor in enumerate(call.tensors[: len(call.tensors) - call.grads]):
         grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
         key = None if grad is None else grad.untyped_storage()._cdata
-        if key is not None and any(key == known for known, _ in touched.outside):
+        if key is not None and any(key == outer_key for outer_key, _ in touched.outside):
             raise GraphError(
                 f"the function reads .grad of argument tensor {i}; a replay could not read the "
                 f"gradient of the next call's tensor. Pass the gradient as an argument"
@@ -181,17 +181,17 @@ def _kept(result: Any, given: Tensors, segments: Segments, recipe: Recipe) -> An
     """Copy results to memory that replays of other graphs do not write."""
     leaves, spec, lasting = *flat(result), recipe.findings.lasting
     # What is returned twice is one tensor.
-    kept: dict[int, Any] = {**views_among(leaves, given)} if len(leaves) > 1 else {}
+    outputs: dict[int, Any] = {**views_among(leaves, given)} if len(leaves) > 1 else {}
     for i, each in enumerate(leaves):
-        if id(each) not in kept:
-            kept[id(each)] = found = standing(each, given, segments.has_made, lasting)
-            room = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
-            if room is not None:  # copies are cloned after each replay
-                copy = fill if 0 in room.stride() else torch.Tensor.copy_
-                source = found.detach() if found.requires_grad else found  # a detach is a step
-                copy(room.requires_grad_(False), source)
-                kept[id(each)] = room.requires_grad_(found.requires_grad)
-    return tree_unflatten([kept[id(each)] for each in leaves], spec)
+        if id(each) not in outputs:
+            outputs[id(each)] = output = standing(each, given, segments.has_made, lasting)
+            buffer = recipe.rooms[i] if i < len(recipe.rooms) and not recipe.copy else None
+            if buffer is not None:  # copies are cloned after each replay
+                copy = fill if 0 in buffer.stride() else torch.Tensor.copy_
+                source = output.detach() if output.requires_grad else output  # a detach is a step
+                copy(buffer.requires_grad_(False), source)
+                outputs[id(each)] = buffer.requires_grad_(output.requires_grad)
+    return tree_unflatten([outputs[id(each)] for each in leaves], spec)
 
 
 @contextmanager
@@ -208,12 +208,12 @@ def kept_grads(leaves: Sequence[torch.Tensor]) -> Iterator[Bound]:
 @contextmanager
 def reading(call: Arguments, inputs: Tensors) -> Iterator[None]:
     """Give owners the gradients that the graph reads, inside a ``with`` block."""
-    owners, given = call.owners, iter(inputs[len(inputs) - call.grads :])
+    owners, new_grads = call.owners, iter(inputs[len(inputs) - call.grads :])
     before = [owner.grad for owner in owners]
     for owner, grad in zip(owners, before, strict=True):
-        owner.grad = None if grad is None else rebuilt(grad, lambda _: next(given))
+        owner.grad = None if grad is None else rebuilt(grad, lambda _: next(new_grads))
     try:
         yield
     finally:
-        for owner, kept in zip(owners, before, strict=True):
-            owner.grad = kept
+        for owner, saved in zip(owners, before, strict=True):
+            owner.grad = saved

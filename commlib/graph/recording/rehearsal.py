@@ -133,9 +133,9 @@ class _Rehearsal:
                 self._findings.undo.note_leaf(each)
 
     def _note_generators(self, recorder: Recorder) -> None:
-        own = default_generator(self._backend.device)
-        others = [x for x in recorder.random.generators.values() if x is not own]
-        self._drawn = [own, *others]
+        default = default_generator(self._backend.device)
+        others = [x for x in recorder.random.generators.values() if x is not default]
+        self._drawn = [default, *others]
         self._findings.generators = [
             x
             for x in recorder.random.generators.values()
@@ -176,9 +176,9 @@ class _Rehearsal:
         findings.check_state(recorder)
         self._note_memory(leaves, recorder)
         changes = list(objects.changes())
-        own = [x for x in changes if (x.where, x.name) not in run.changed]
-        if own or any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
-            check_gradients(leaves, own, inputs, recorder)
+        others = [x for x in changes if (x.where, x.name) not in run.changed]
+        if others or any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+            check_gradients(leaves, others, inputs, recorder)
         return changes
 
     def _go_back(
@@ -274,7 +274,7 @@ class _Rehearsal:
         findings.by_parts |= run.changed.keys()
         other = {(x.where, x.name) for x in changes if not x.is_plain} | findings.by_parts
         findings.sets = [x for x in findings.sets if (x.where, x.name) not in other]
-        there = {id(x) for x in objects.tensors} - {id(x) for x in self._call.tensors}
+        tensor_ids = {id(x) for x in objects.tensors} - {id(x) for x in self._call.tensors}
         for change in every:
             if change.has_place and change.now is not run.changed.get(
                 (change.where, change.name), change.now
@@ -284,7 +284,7 @@ class _Rehearsal:
                     f"would not know which comes last; bind it in one of them"
                 )
         for change in changes:
-            if id(change.now) in there:
+            if id(change.now) in tensor_ids:
                 raise GraphError(
                     f"the function rebinds {change.name} to a different tensor in each run; a "
                     f"replay would always bind the captured one. Call copy_(...) on it instead"

@@ -77,11 +77,11 @@ class _GpuClock:
         if not deadline.poll(now.query, longest_sleep=0):  # a pause would count as its time
             return None
         host = time.perf_counter_ns()
-        found = []
+        replays = []
         for number, began, ended in marks:
             first = host - round(began.elapsed_time(now) * 1e6)
-            found.append(Replay(number, first, first + round(began.elapsed_time(ended) * 1e6)))
-        return found
+            replays.append(Replay(number, first, first + round(began.elapsed_time(ended) * 1e6)))
+        return replays
 
 
 class ReplayTimes:

@@ -65,8 +65,8 @@ class Segments:
     @property
     def rings(self) -> list[Ring]:
         """Return the rings of the collectives, by number."""
-        found = {call.ring.ring_id: call.ring for call in self.collectives}
-        return [found[number] for number in sorted(found)]
+        rings = {call.ring.ring_id: call.ring for call in self.collectives}
+        return [rings[number] for number in sorted(rings)]
 
     @property
     def collectives(self) -> list[Collective]:
@@ -81,12 +81,12 @@ class Segments:
     @property
     def constants(self) -> dict[int, StorageWeakRef]:
         """Return memory of the graphs' own on the host that holds the same at each call."""
-        found: dict[int, StorageWeakRef] = {}
+        storages: dict[int, StorageWeakRef] = {}
         for recorder in self.recorders:
             if recorder.host is not None:
                 keys = recorder.host.constants & recorder.memory.made.keys()
-                found |= {key: recorder.memory.made[key] for key in keys}
-        return found
+                storages |= {key: recorder.memory.made[key] for key in keys}
+        return storages
 
     def replay(self, done: Sequence[DonePart] | None = None) -> None:
         """Run all of it on the current stream; the host waits for eager parts only.

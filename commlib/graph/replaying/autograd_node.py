@@ -96,9 +96,9 @@ class Node(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, None, None, *_gone_back(ctx, coming, sums=True)
         with torch.no_grad():  # create_graph=True
-            found = _gone_back(ctx, coming, sums=False)
-        found = _differentiable_once(found, [*ctx.saved_tensors, *coming])
-        return None, None, None, *found
+            in_grads = _gone_back(ctx, coming, sums=False)
+        in_grads = _differentiable_once(in_grads, [*ctx.saved_tensors, *coming])
+        return None, None, None, *in_grads
 
 
 # Torch's own ``apply`` in Python looks at each argument for tensors that have left a transform of
@@ -119,8 +119,8 @@ def _differentiable_once(grads: Grads, sources: Grads) -> list[torch.Tensor | No
 
     ``sources``: what they depend on. A backward calls only nodes on the way to what it derives by.
     """
-    there = [grad for grad in grads if grad is not None]
-    marked: Any = _NoSecondDerivative.apply(there, *sources)  # type: ignore[no-untyped-call]
+    defined = [grad for grad in grads if grad is not None]
+    marked: Any = _NoSecondDerivative.apply(defined, *sources)  # type: ignore[no-untyped-call]
     each = iter(marked)
     return [None if grad is None else next(each) for grad in grads]
 
@@ -158,9 +158,9 @@ def _gone_back(ctx: Any, grads: Grads, *, sums: bool) -> list[torch.Tensor | Non
     slot.check(lease)
     edges = ctx.next_functions
     if lease.expected is None:
-        found = slot.backward(grads, lease.side, edges if sums else ())
+        in_grads = slot.backward(grads, lease.side, edges if sums else ())
     else:
-        found = slot.verified_backward(lease, grads)
+        in_grads = slot.verified_backward(lease, grads)
     if slot.is_last and not retains() and all_run(edges):
         ctx.slot = ctx.lease = None
-    return found
+    return in_grads

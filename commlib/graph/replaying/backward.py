@@ -93,8 +93,8 @@ class Backward:
         if self._at_once and all(grad.layout is torch.strided for grad in grads):
             torch._foreach_copy_(self._places, grads)  # a kernel; a memcpy takes 20 µs more
             return
-        for place, grad in zip(self._places, grads, strict=True):
-            place.copy_(grad)
+        for buffer, grad in zip(self._places, grads, strict=True):
+            buffer.copy_(grad)
 
     def _fresh(self, added: Container[int]) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
         """Return new gradients by position, but for ``added``, and all memory to be written."""

@@ -62,14 +62,14 @@ class CallEffects:
     def writes(self, call: Arguments | None, graphs: Sequence[Segments]) -> dict[int, torch.Tensor]:
         """Return the memory of the program that ``graphs`` write, as a tensor each."""
         rooms = (x for x in (*self._inputs.copies.values(), *self._rooms) if x is not None)
-        own = {x.untyped_storage()._cdata for x in rooms}
+        buffer_keys = {x.untyped_storage()._cdata for x in rooms}
         memories = [each.memory for segments in graphs for each in segments.recorders]
-        found = {key: memory.externals[key] for memory in memories for key in memory.written}
+        tensors = {key: memory.externals[key] for memory in memories for key in memory.written}
         written = self._inputs.touched.written
-        given = [] if call is None else [call.tensors[i].detach() for i in written]
-        found |= {x.untyped_storage()._cdata: x for x in given}
+        args = [] if call is None else [call.tensors[i].detach() for i in written]
+        tensors |= {x.untyped_storage()._cdata: x for x in args}
         return {
             key: each
-            for key, each in found.items()
-            if key not in own and not any(segments.made(key) for segments in graphs)
+            for key, each in tensors.items()
+            if key not in buffer_keys and not any(segments.made(key) for segments in graphs)
         }

@@ -79,10 +79,10 @@ class CapturedCall:
             done: What the eager parts did already in a verified call.
         """
         arguments = range(len(call.tensors) - call.grads)
-        if own := self._recipe.own_inputs:
+        if own_inputs := self._recipe.own_inputs:
             self.inputs.make_room(call, arguments)
         self._record(call, gradients, again=later, done=done)
-        if self.segments.reads and not own:  # a later capture may find other values
+        if self.segments.reads and not own_inputs:  # a later capture may find other values
             self.inputs.make_room(call, arguments)
             self.outputs.release("the second capture")
             self.segments.release()
@@ -95,13 +95,13 @@ class CapturedCall:
         began = time.perf_counter()
         gradients.prepare()
         recorded = record_call(self._recipe, call, self.inputs, again=again, done=done)
-        self.segments, given = recorded.segments, recorded.given
+        self.segments, args = recorded.segments, recorded.given
         self.has_eager_parts = self.segments.broken
         self.together = bool(self.segments.collectives)
         self._externals = Externals(self.segments.recorders, recorded.arguments)
-        recipe, own, found = self._recipe, self._is_own, self._recipe.findings
-        self.outputs = Outputs(recorded.result, given, own, found.lasting, copy=recipe.copy)
-        self._bindings = Bindings(recorded.bindings, found.sets, given, own, found.lasting)
+        recipe, is_own, findings = self._recipe, self._is_own, self._recipe.findings
+        self.outputs = Outputs(recorded.result, args, is_own, findings.lasting, copy=recipe.copy)
+        self._bindings = Bindings(recorded.bindings, findings.sets, args, is_own, findings.lasting)
         self._externals.watch(self._bindings.tensors())
         self.effects = CallEffects(self.inputs, recipe, recorded.grads, self._bindings)
         self._only_launches = not (self.effects.gives or self.outputs.any_borrowed)
@@ -110,7 +110,7 @@ class CapturedCall:
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         rooms = self._recipe.rooms
-        return any(tensor is room for room in rooms) or self.segments.has_made(tensor)
+        return any(tensor is buffer for buffer in rooms) or self.segments.has_made(tensor)
 
     # -- replay ------------------------------------------------------------------------------------
 
@@ -140,10 +140,10 @@ class CapturedCall:
             self.bytes_copied = 0
             fresh = None if pointers == self.inputs.pointers else self._place(call, pointers)
             if not fresh:
-                where = None
+                line = None
                 if self.outputs.any_borrowed:
-                    where = ProgramLine.of(caller)
-                    self.outputs.expire("the call at", where)
+                    line = ProgramLine.of(caller)
+                    self.outputs.expire("the call at", line)
                 self.replays += 1
                 timed = not self.replays & (self.replays - 1)  # seldom: the clock takes its time
                 began = time.perf_counter() if timed else 0.0
@@ -155,7 +155,7 @@ class CapturedCall:
                     self.launch_seconds = time.perf_counter() - began
                 if self._only_launches:
                     return self.outputs.give(tensors)
-                return self._outcome(tensors, where, gradients)
+                return self._outcome(tensors, line, gradients)
         self._capture_again(call, fresh, caller, gradients, done)  # replays do not wait for it
         return self.first(call, caller, gradients)
 

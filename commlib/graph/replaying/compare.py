@@ -91,8 +91,8 @@ class Noise:
             small: More than half of the digits do not count.
         """
         wild = {x.item: x.what for x in compare(self, half=True).differences(one, other)}
-        found = {x.item for x in compare(self, half=half).differences(one, other)}
-        self.kinds.update(kind for kind, number in found if (kind, number) not in wild)
+        items = {x.item for x in compare(self, half=half).differences(one, other)}
+        self.kinds.update(kind for kind, number in items if (kind, number) not in wild)
         if not small:
             self.wild.update(wild)
 
@@ -112,8 +112,8 @@ class Comparison:
         return (each for each in differences if each.item not in self._noise.wild)
 
     def _all_differences(self, one: Left, other: Left) -> Iterator[Difference]:
-        for what, result in one.results.items():
-            yield from self._in_tree(what, what, result, other.results[what])
+        for label, result in one.results.items():
+            yield from self._in_tree(label, label, result, other.results[label])
         yield from self._in_names(one.bound, other.bound)
         yield from self._in_memory(one.held, other.held)
         yield from self._in_gradients(one.held, other.held)

@@ -61,7 +61,7 @@ class GradSums:
         grads: list[Any] = [weight.grad for weight in self._weights]
         if self._are_as_before(grads) and certainly_run(edges[first:]):
             return dict(enumerate(grads, first))
-        found = {
+        targets = {
             i: grad
             for i, weight in enumerate(self._weights, first)
             if self._ordered[i - first]
@@ -69,11 +69,11 @@ class GradSums:
             and _only_adds(weight, grad)
             and will_run(edges[i][0])
         }
-        if not _are_apart(found.values()):
+        if not _are_apart(targets.values()):
             return {}
-        if found and len(found) == len(self._weights):
+        if targets and len(targets) == len(self._weights):
             self._guards, self._dtypes = layout_guards(grads), [*map(_dtype, self._weights)]
-        return found
+        return targets
 
     def _are_as_before(self, grads: Sequence[Any]) -> bool:
         """Return True if all gradients may be added to, which takes a third of asking each."""

@@ -36,9 +36,9 @@ class GradientForms:
 
     def __init__(self, outs: Sequence[torch.Tensor]) -> None:
         self.every: tuple[Form | None, ...] = (DENSE,) * len(outs)
-        own = [torch.empty_like(x, device="meta") if _is_plain(x) else None for x in outs]
-        self._strides = [None if x is None else x.stride() for x in own]
-        self._orders = [None if x is None else dims_in_memory(x) for x in own]
+        metas = [torch.empty_like(x, device="meta") if _is_plain(x) else None for x in outs]
+        self._strides = [None if x is None else x.stride() for x in metas]
+        self._orders = [None if x is None else dims_in_memory(x) for x in metas]
 
     def of(self, grads: Sequence[torch.Tensor | None], *, dense: bool) -> tuple[Form | None, ...]:
         """Return the forms of gradients, None for those that are; ``dense``: all count as dense."""
@@ -47,13 +47,13 @@ class GradientForms:
         return tuple(None if grad is None else self._form(i, grad) for i, grad in enumerate(grads))
 
     def _form(self, i: int, grad: torch.Tensor) -> Form:
-        own = self._orders[i]
-        if own is None or not _is_plain(grad) or grad.stride() == self._strides[i]:
+        out_order = self._orders[i]
+        if out_order is None or not _is_plain(grad) or grad.stride() == self._strides[i]:
             return DENSE
         if not grad.numel():
             return DENSE
         expanded, order = expanded_dims(grad), dims_in_memory(grad)
-        return Form(expanded, None if order == _without(own, expanded) else order)
+        return Form(expanded, None if order == _without(out_order, expanded) else order)
 
 
 def zeros_of(out: torch.Tensor, form: Form) -> torch.Tensor:

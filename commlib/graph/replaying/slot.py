@@ -89,11 +89,11 @@ class Slot:
         self._wanted = [tensor for tensor in self._tensors if tensor.requires_grad]
         self._forms = GradientForms(self._outs)
         every = self._forms.every
-        whole = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
-        self._add((every, None), whole)
+        backward = self._capture_backward(recorded.segments, every, plain_gradients, again=again)
+        self._add((every, None), backward)
         # A capture that runs is one more call of each collective, and other ranks may make none.
-        self._dense = self._recipe.backend.captures_run and bool(whole.segments.collectives)
-        self._note_reads(recorded, whole, made)
+        self._dense = self._recipe.backend.captures_run and bool(backward.segments.collectives)
+        self._note_reads(recorded, backward, made)
 
     def _add(self, key: Any, backward: Backward) -> None:
         self._backwards[key] = backward
@@ -115,12 +115,12 @@ class Slot:
         forms = zip(self._outs, comes, strict=True)
         coming = [(out, form) for out, form in forms if form is not None]
         outs = [out for out, _ in coming]
-        given = [zeros_of(out, form) for out, form in coming]
+        buffers = [zeros_of(out, form) for out, form in coming]
         times = self._recipe.times
         segments, grads = record(
             self._recipe.backend,
             self._recipe.findings,
-            lambda _: go_back(outs, self._wanted, given, quiet=self.parameters),
+            lambda _: go_back(outs, self._wanted, buffers, quiet=self.parameters),
             part=f"backward from {comes}",
             again=again,
             pool=self._recipe.pool if self._borrows else None,
@@ -128,12 +128,12 @@ class Slot:
             times=times.of("backward", self._recipe.backend.device) if times else None,
         )
         places = [i for i, tensor in enumerate(self._tensors) if tensor.requires_grad]
-        found = zip(places, grads, strict=True)
+        pairs = zip(places, grads, strict=True)
         forms = zip(self._outs, comes, strict=True)
         others = [out for out, form in forms if form is None]
-        there = {i: grad for i, grad in found if grad is not None}
+        defined = {i: grad for i, grad in pairs if grad is not None}
         last = used_up(outs, others)
-        return Backward(segments, given, there, last=last, borrow=self._borrows)
+        return Backward(segments, buffers, defined, last=last, borrow=self._borrows)
 
     def _note_reads(self, recorded: RecordedCall, whole: Backward, made: Tensors) -> None:
         """Record the tensors that forward saves for backward. Writes in between are an error.
@@ -150,8 +150,8 @@ class Slot:
             if key in recorded.saved and key not in written
         }
         places = [x.untyped_storage()._cdata for x in recorded.given]
-        own = self.forward.inputs.copies
-        self._reads_inputs = [i for i, key in enumerate(places) if key in read and i not in own]
+        copies = self.forward.inputs.copies
+        self._reads_inputs = [i for i, key in enumerate(places) if key in read and i not in copies]
         borrowed = [x.untyped_storage()._cdata for x in made] if not self._recipe.copy else []
         self._reads_outputs = [i for i, key in enumerate(borrowed) if key in read]
         for memory in forward:  # the program's own tensors, whose versions count
@@ -236,10 +236,10 @@ class Slot:
         """Run the backward of the function's own outputs, then replay the captured one."""
         assert lease.expected is not None
         outs, wanted = lease.expected
-        given = self._of_leading(grads)
-        coming = [(out, grad) for out, grad in zip(outs, given, strict=True) if grad is not None]
+        leading = self._of_leading(grads)
+        coming = [(out, grad) for out, grad in zip(outs, leading, strict=True) if grad is not None]
         of_outs, come = [out for out, _ in coming], [grad for _, grad in coming]
-        segments = self._backward_of(given).segments
+        segments = self._backward_of(leading).segments
         wants = [tensor.requires_grad for tensor in self._tensors]
         back = functools.partial(self.backward, grads, lease.side)
         log = self.forward.log
@@ -249,12 +249,12 @@ class Slot:
                 lambda: list(gradients(of_outs, wanted, come, quiet=self.parameters)),
                 lambda _: [x for x, each in zip(back(), wants, strict=True) if each],
             )
-            found, forward = verified.found, log.eager_seconds or 0
+            in_grads, forward = verified.found, log.eager_seconds or 0
             log.note(verified.seconds, forward + verified.eager_seconds)
         except Unequal as error:
             self._differs(error)
-            found = error.result
-        each_found = iter(found)
+            in_grads = error.result
+        each_found = iter(in_grads)
         return [next(each_found) if each else None for each in wants]
 
     def _of_leading(self, grads: Grads) -> list[torch.Tensor | None]:

@@ -100,9 +100,9 @@ class Slots:
         stand_ins, used = StandIns(call), list[Slot]()
 
         def replay(done: Sequence[DonePart]) -> Any:
-            slot, found = self._replayed(call, caller, done)
+            slot, result = self._replayed(call, caller, done)
             used.append(slot)
-            return found
+            return result
 
         effects = one.effects.of(call, one.graphs)
         all_slots = Effects(writes.values(), effects.generators, effects.leaves)
@@ -166,9 +166,9 @@ class Slots:
 
     def drop_lost(self) -> bool:
         """Drop slots that have lost their graphs; return True if one has, or was never made."""
-        kept = [slot for slot in self.slots if not slot.forward.lost]
-        lost, self._failed = self._failed or len(kept) < len(self.slots), False
-        self.slots = kept
+        live = [slot for slot in self.slots if not slot.forward.lost]
+        lost, self._failed = self._failed or len(live) < len(self.slots), False
+        self.slots = live
         return lost
 
     def release(self) -> None:

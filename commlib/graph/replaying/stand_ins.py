@@ -55,12 +55,12 @@ class StandIns:
         """Return ``results`` of the function with the call's tensors in place of the leaves."""
         flattened = [flat(result) for result in results]
         tensors = {id(x): x for leaves, _ in flattened for x in leaves if _wants_grad(x)}
-        found = dict(
+        by_id = dict(
             zip(tensors, _tied([*tensors.values()], self.leaves, self._call.tensors), strict=True)
         )
         return [
-            tree_unflatten([found.get(id(x), x) for x in leaves], spec)
-            if any(found.get(id(x), x) is not x for x in leaves)
+            tree_unflatten([by_id.get(id(x), x) for x in leaves], spec)
+            if any(by_id.get(id(x), x) is not x for x in leaves)
             else result
             for result, (leaves, spec) in zip(results, flattened, strict=True)
         ]
@@ -75,8 +75,8 @@ def _tied(outs: Tensors, leaves: Tensors, tensors: Tensors, *, shared: bool = Fa
 
     Leaves and plain views of them become the tensors and views of these. One node joins the others.
     """
-    found = [_alias(out, leaves, tensors) for out in outs]
-    places = [i for i, x in enumerate(found) if x is outs[i] and leads_back(x)]
+    results = [_alias(out, leaves, tensors) for out in outs]
+    places = [i for i, x in enumerate(results) if x is outs[i] and leads_back(x)]
     reached = leaves_of(outs[i] for i in places)
     stand_for = {id(new): x for new, x in zip(leaves, tensors, strict=True) if new is not x}
     if any(id(x) in stand_for for x in reached):
@@ -84,8 +84,8 @@ def _tied(outs: Tensors, leaves: Tensors, tensors: Tensors, *, shared: bool = Fa
         history = _History([outs[i] for i in places], reached, ends, shared=shared)
         joined = _Tie.apply(history, *ends)  # type: ignore[no-untyped-call]
         for i, out in zip(places, joined, strict=True):
-            found[i] = out
-    return found
+            results[i] = out
+    return results
 
 
 def _alias(out: torch.Tensor, leaves: Tensors, tensors: Tensors) -> torch.Tensor:
@@ -110,18 +110,18 @@ class _History:
         ``keep``: whether another backward may follow.
         """
         coming = [(out, g) for out, g in zip(self.outs, grads, strict=True) if g is not None]
-        outs, given = [out for out, _ in coming], [g for _, g in coming]
+        outs, out_grads = [out for out, _ in coming], [g for _, g in coming]
         quiet = [new for new, x in zip(self._leaves, self._ends, strict=True) if new is x]
         if not torch.is_grad_enabled():
             keep = keep or self._shared
-            return list(gradients(outs, self._leaves, given, quiet=quiet, keep=keep))
+            return list(gradients(outs, self._leaves, out_grads, quiet=quiet, keep=keep))
         self._shared = True  # create_graph=True
-        new = [leaf(g) for g in given]
-        found = gradients(outs, self._leaves, new, quiet=quiet, create=True)
-        there = [x for x in found if x is not None]
-        tied = _tied(there, [*self._leaves, *new], [*self._ends, *given], shared=True)
+        new = [leaf(g) for g in out_grads]
+        in_grads = gradients(outs, self._leaves, new, quiet=quiet, create=True)
+        defined = [x for x in in_grads if x is not None]
+        tied = _tied(defined, [*self._leaves, *new], [*self._ends, *out_grads], shared=True)
         each = iter(tied)
-        return [x if x is None else next(each) for x in found]
+        return [x if x is None else next(each) for x in in_grads]
 
 
 class _Tie(torch.autograd.Function):

@@ -126,8 +126,8 @@ class Verification(NamedTuple):
                 raise Unequal(problem or elsewhere(self.rings), cause, expected)
         elif outcome == EQUAL and replayed is not None:
             effects.put_versions(real.held)
-            found = replayed.results[self.what]
-            return Verified(expected, found, seconds, watch.seconds(), replayed=True)
+            actual = replayed.results[self.what]
+            return Verified(expected, actual, seconds, watch.seconds(), replayed=True)
         return keep_eager(expected)
 
     def _called(self, run: VerifiedRun, fn: Callable[[], Any]) -> Any:
@@ -165,12 +165,12 @@ class Verification(NamedTuple):
     ) -> tuple[Difference | None, Left | None]:
         """Replay; returns the first difference, and what was left if the graph fits the call."""
         try:
-            found = replay(run.parts)
+            result = replay(run.parts)
         except OtherValue:  # the graph is of other values, and the eager effects are kept
             return None, None
         except GraphError as error:
             return Difference(("replay", 0), "the replay", f"raises: {error}"), None
-        left = self._left(found, real.bound)
+        left = self._left(result, real.bound)
         return next(self._compare().differences(real, left), None), left
 
     @property

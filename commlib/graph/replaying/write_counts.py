@@ -16,8 +16,8 @@ class WriteCounts:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         leaves = [x for x in tensors if x.is_leaf and x.requires_grad]
         self._grads = [(leaf, leaf.grad) for leaf in leaves]
-        there = (grad for _, grad in self._grads if grad is not None)
-        held = [part for x in (*tensors, *there) for part in parts(x)]
+        grads = (grad for _, grad in self._grads if grad is not None)
+        held = [part for x in (*tensors, *grads) for part in parts(x)]
         self._tensors = [x for x in held if not x.is_inference()]
         self._versions = [x._version for x in self._tensors]
 
@@ -26,10 +26,10 @@ class WriteCounts:
 
         ``effects``: what the graph changes; ``parts``: what its eager parts do.
         """
-        known = {memory(x) for each in (effects, *parts) for x in each.tensors}
+        covered = {memory(x) for each in (effects, *parts) for x in each.tensors}
         pairs = zip(self._tensors, self._versions, strict=True)
         for tensor, version in pairs:
-            if tensor._version == version or memory(tensor) in known:
+            if tensor._version == version or memory(tensor) in covered:
                 continue
             if tensor.untyped_storage().nbytes():  # what the function has emptied holds nothing
                 text = f"a {tuple(tensor.shape)} {tensor.dtype} tensor from outside"

@@ -40,29 +40,29 @@ class HookLook:
     def __init__(self, owners: Sequence[Any]) -> None:
         self._settled = self._made = 0  # numbers of hooks, which each new hook raises
         self._since = 0.0
-        found = [(0, "hooks of all modules", hooks, [*hooks.items()]) for hooks in _GLOBAL]
+        entries = [(0, "hooks of all modules", hooks, [*hooks.items()]) for hooks in _GLOBAL]
         for x in owners:
-            found += [(id(x), name, hooks, [*hooks.items()]) for name, hooks in _hooks_of(x)]
-        self._empty = [hooks for _, _, hooks, known in found if not known]
+            entries += [(id(x), name, hooks, [*hooks.items()]) for name, hooks in _hooks_of(x)]
+        self._empty = [hooks for _, _, hooks, items in entries if not items]
         self._known = [
-            (hooks, [number for number, _ in known]) for *_, hooks, known in found if known
+            (hooks, [number for number, _ in items]) for *_, hooks, items in entries if items
         ]
         # torch makes the dicts of a tensor when it needs them.
-        there = {(owner, name) for owner, name, *_ in found}
+        seen = {(owner, name) for owner, name, *_ in entries}
         tensors = [x for x in owners if isinstance(x, torch.Tensor)]
         self._bare = [
-            (ref(x), at) for x in tensors for at in _OF_TENSORS if (id(x), at) not in there
+            (ref(x), at) for x in tensors for at in _OF_TENSORS if (id(x), at) not in seen
         ]
         self.facts: list[Fact] = [
-            ((where, name), tuple(Same(hook) for _, hook in known))
-            for where, name, _, known in found
-            if known
+            ((obj_id, name), tuple(Same(hook) for _, hook in items))
+            for obj_id, name, _, items in entries
+            if items
         ]
 
     @property
     def is_old(self) -> bool:
         """Return True if hooks have been added or removed since."""
-        if self._known and any(len(hooks) != len(known) for hooks, known in self._known):
+        if self._known and any(len(hooks) != len(numbers) for hooks, numbers in self._known):
             return True
         return self._settled != RemovableHandle.next_id and self._has_changed()
 
@@ -84,7 +84,7 @@ class HookLook:
     def _has_new(self) -> bool:
         return (
             any(self._empty)
-            or any([*hooks] != known for hooks, known in self._known)
+            or any([*hooks] != numbers for hooks, numbers in self._known)
             or any(getattr(x(), name, None) is not None for x, name in self._bare)
         )
 

@@ -47,12 +47,12 @@ class ModuleStates:
 
     def number(self, facts: tuple[Any, ...]) -> int:
         """Return the number of the state in which modules hold this."""
-        found = self._numbers.pop(facts, None)
-        found = next(self._new) if found is None else found
-        self._numbers[facts] = found  # the last that goes
+        state = self._numbers.pop(facts, None)
+        state = next(self._new) if state is None else state
+        self._numbers[facts] = state  # the last that goes
         if len(self._numbers) > self._most:
             self._numbers.popitem(last=False)
-        return found
+        return state
 
 
 class ModuleLook:

@@ -35,15 +35,15 @@ _MANY = 4  # attributes of one object, from which on its version is asked first
 
 def _find_version() -> Callable[[dict[Any, Any]], int] | None:
     """Return torch's function for another number after each change of a dict, where it works."""
-    found: Callable[[dict[Any, Any]], int] | None = getattr(
+    get_version: Callable[[dict[Any, Any]], int] | None = getattr(
         torch._C._dynamo.guards, "dict_version", None
     )
     try:
-        if found is not None:
-            found({})
+        if get_version is not None:
+            get_version({})
     except RuntimeError:  # this Python has no such number
         return None
-    return found
+    return get_version
 
 
 _version = _find_version()
@@ -88,9 +88,9 @@ class SettingPlaces:
         """
         self._names, self._fn = names, fn
         followed = None if names is None else partial(names_read, names=names)
-        found = reached([fn, *hooks], followed=followed)
-        objects = found.objects
-        self.tensors = [*map(ref, found.tensors)]
+        reachable = reached([fn, *hooks], followed=followed)
+        objects = reachable.objects
+        self.tensors = [*map(ref, reachable.tensors)]
         self.modules = [x for x in objects if isinstance(x, torch.nn.Module)]
         self.optimizers = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
         self.variables = [*{each[:2]: each for each in self._find_variables(objects)}.values()]
@@ -100,13 +100,13 @@ class SettingPlaces:
         self._dicts: list[tuple[dict[str, Any], list[str]]] = []
         # Attributes of tensors: only code that asks whether there is one gets along without it.
         asks = names is None or not ASKING.isdisjoint(names)
-        self._given = {id(x): given_to(x) for x in found.tensors if asks or x.__dict__}
+        self._given = {id(x): given_to(x) for x in reachable.tensors if asks or x.__dict__}
         of_tensors = self._of_tensors() if self._given else ()
-        self._single += [partial(self._given[where].get, name) for where, name, _ in of_tensors]
-        room = _MOST
+        self._single += [partial(self._given[obj_id].get, name) for obj_id, name, _ in of_tensors]
+        budget = _MOST
         for x in objects:
-            read = self._attributes_of(x)[:room]
-            room -= len(read)
+            read = self._attributes_of(x)[:budget]
+            budget -= len(read)
             if read:
                 self.objects.append((x, read))
                 self._ask(x, read)
@@ -129,10 +129,10 @@ class SettingPlaces:
 
     def _of_tensors(self) -> Iterator[Place]:
         """Yield the attributes of tensors that the function may read."""
-        for where, held in self._given.items():
+        for obj_id, held in self._given.items():
             for name, x in [*held.items()]:
                 if self._names is None or name in self._names:
-                    yield Place(where, name, x)
+                    yield Place(obj_id, name, x)
 
     def _attributes_of(self, x: Any) -> list[str]:
         """Return the attributes of an object that the function may read; of a class, its values."""
@@ -144,12 +144,12 @@ class SettingPlaces:
             return [name for name in _DEFAULTS if x is inner and getattr(x, name)]
         if isinstance(x, type):
             return [name for name in class_values(x) if is_read(x, name, self._names)]
-        own = ["__class__"] if is_open(kind) else []
+        always = ["__class__"] if is_open(kind) else []
         names = (name for name in attributes(x) if isinstance(name, str))
-        found = own + [name for name in names if is_read(x, name, self._names)]
+        attrs = always + [name for name in names if is_read(x, name, self._names)]
         if isinstance(x, torch.optim.Optimizer):
-            found = [x for x in found if x not in _OF_OPTIMIZERS and not x.endswith("_hooks")]
-        return found
+            attrs = [x for x in attrs if x not in _OF_OPTIMIZERS and not x.endswith("_hooks")]
+        return attrs
 
     def _ask(self, x: Any, names: list[str]) -> None:
         """Ask for attributes of an object at each call, in the way that takes the least time."""
@@ -169,13 +169,13 @@ class SettingPlaces:
 
     def facts(self) -> Iterator[Fact]:
         """Yield what variables hold, and the attributes that objects have now."""
-        for where, name, read in self.variables:
-            yield (where, name), setting(read())
+        for obj_id, name, read in self.variables:
+            yield (obj_id, name), setting(read())
         for x, _ in self.objects:
             for name, held in _values(x, self._attributes_of(x)):
                 yield (id(x), name), setting(held)
-        for where, name, held in self._of_tensors() if self._given else ():
-            yield (where, name), setting(held)
+        for obj_id, name, held in self._of_tensors() if self._given else ():
+            yield (obj_id, name), setting(held)
 
     def containers(self) -> Iterator[Place]:
         """Yield what may be a container: what variables, and attributes of objects, hold now."""
@@ -192,30 +192,30 @@ class SettingPlaces:
 
     def read(self) -> list[Any]:
         """Return what is in all places, but for attributes of ``versions``."""
-        found = [read() for read in self._single]
+        values = [read() for read in self._single]
         if not self._groups:
-            return found
+            return values
         try:
             for get, x in self._groups:
-                found += get(x)
+                values += get(x)
         except AttributeError:  # one is gone
             return [object()]
-        return found
+        return values
 
     def versions(self) -> list[int]:
         """Return numbers that are others where one of ``versioned`` may be another."""
-        found = [_version(held) for held, _ in self._dicts] if _version is not None else []
+        numbers = [_version(held) for held, _ in self._dicts] if _version is not None else []
         if self._given:
-            found.append(
+            numbers.append(
                 sum(map(len, filter(None, self._given.values())))
             )  # 10 ns for an empty one
-        return found
+        return numbers
 
     def versioned(self) -> list[Any]:
         """Return attributes of objects with many of them."""
-        found: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
-        found += [len(held) for held, _ in self._dicts]
-        return found + [len(held) for held in self._given.values()]
+        values: list[Any] = [held.get(name) for held, names in self._dicts for name in names]
+        values += [len(held) for held, _ in self._dicts]
+        return values + [len(held) for held in self._given.values()]
 
 
 @lru_cache(maxsize=10_000)

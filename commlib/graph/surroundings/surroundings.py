@@ -104,8 +104,8 @@ class Surroundings:
         with self._lock:
             self._imported = len(sys.modules)
             hooks = hooks_of_all()
-            found = read_names([self._fn, *leaves, *hooks])
-            self._names = None if found is None or self._names is None else self._names | found
+            names = read_names([self._fn, *leaves, *hooks])
+            self._names = None if names is None or self._names is None else self._names | names
             places = SettingPlaces(self._fn, self._names, hooks)
             self._modules.names = self._names
             self._modules.add(places.modules, [*map(ref, places.optimizers), *places.tensors])
@@ -142,37 +142,37 @@ class Surroundings:
         else:  # read after the question: another thread may have looked between the two
             watched = self._watched
         facts = self._facts_of(watched) if watched.is_asked else ()
-        found, own = (watched.modules, facts), self._own
+        settings, excluded = (watched.modules, facts), self._own
         if watched.places.optimizers:
             groups = _groups(watched.places)
-            found = (*found, *(what for name, what in groups if name not in own))
+            settings = (*settings, *(value for name, value in groups if name not in excluded))
         objects = [*filter(has_settings, leaves)] if leaves else ()
         if not objects:
-            return found
+            return settings
         asked = chain(*map(self._of_object, objects))
-        return (*found, *(what for name, what in asked if name not in own))
+        return (*settings, *(value for name, value in asked if name not in excluded))
 
     def _facts_of(self, watched: _Watched) -> tuple[Any, ...]:
         """Return what represents the settings in places and containers."""
         places, contents = watched.places, watched.contents
-        held, whole, versions = places.read(), b"", []
+        held, data, versions = places.read(), b"", []
         if not contents.is_empty:
             held += contents.items()
-            whole = contents.whole
+            data = contents.whole
             # One holds something else than plain values now, or far more than when it was asked.
-            if (contents.has_plain and not whole) or len(whole) > MOST_WRITTEN:
+            if (contents.has_plain and not data) or len(data) > MOST_WRITTEN:
                 return self._facts_of(self._watch_again())
         if places.has_versions:
             versions = places.versions()
-        last, known, was_whole, had_versions, _, facts, _ = self._last
-        steady = last is watched and whole == was_whole and len(held) == len(known)
-        if steady and all(map(is_, held, known)) and versions == had_versions:
+        last, was_held, was_whole, had_versions, _, facts, _ = self._last
+        steady = last is watched and data == was_whole and len(held) == len(was_held)
+        if steady and all(map(is_, held, was_held)) and versions == had_versions:
             return facts
         if last is watched:
-            before, versioned = (known, self._last.versioned), watched.places.versioned()
+            before, versioned = (was_held, self._last.versioned), watched.places.versioned()
             if any(map(_have_new_containers, before, (held, versioned))):
                 return self._facts_of(self._look_into_containers())
-        return self._read(watched, held, whole, versions).facts
+        return self._read(watched, held, data, versions).facts
 
     def _look_into_containers(self) -> _Watched:
         """Look at what containers hold now; of what another thread has found since, too."""
@@ -198,7 +198,7 @@ class Surroundings:
         is_same = last.watched is watched and whole == last.whole and len(before) == len(now)
         facts = last.facts
         if not (is_same and all(map(is_, before[1:], now[1:]))):
-            facts = tuple(what for name, what in _facts(watched) if name not in self._own)
+            facts = tuple(value for name, value in _facts(watched) if name not in self._own)
             facts = _ManyFacts(facts) if len(facts) > _MANY else facts
             held = [] if self._has_changed(watched, held, versions) else held
         self._last = _Reading(watched, held, whole, versions, versioned, facts, next(_numbers))
@@ -238,9 +238,9 @@ class Surroundings:
         if self._watched is _NOTHING:
             return {}
         facts = (*_facts(self._watched), *_groups(self._watched.places))
-        known = {name: repr(what) for (_, name), what in facts}
+        texts = {name: repr(value) for (_, name), value in facts}
         modules = self._modules.known.items()
-        return known | {f"a module's {name}": repr(what) for (_, name), what in modules}
+        return texts | {f"a module's {name}": repr(value) for (_, name), value in modules}
 
     def after_call(self, leaves: Sequence[Any], before: dict[Any, Any]) -> None:
         """Leave out what the call has changed; ``before``: ``all_facts`` before it."""
@@ -260,15 +260,15 @@ class Surroundings:
         ``look_again``: ask modules again though they report no change: code may hide one.
         """
         watched, modules = self._watched, self._modules
-        found: dict[Any, Any] = {}
+        facts: dict[Any, Any] = {}
         if watched is not _NOTHING:
             groups = _groups(watched.places)
-            found |= chain(_facts(watched), watched.contents.all_facts(), groups)
+            facts |= chain(_facts(watched), watched.contents.all_facts(), groups)
         for x in filter(has_settings, leaves):
-            found |= dict(self._of_object(x))
+            facts |= dict(self._of_object(x))
         if watched is _NOTHING or not modules.is_needed:
-            return found
-        return found | (modules.look().facts if look_again or modules.changed else modules.known)
+            return facts
+        return facts | (modules.look().facts if look_again or modules.changed else modules.known)
 
 
 def _have_new_containers(known: list[Any], held: list[Any]) -> bool:
@@ -292,6 +292,6 @@ def _groups(places: SettingPlaces) -> Iterator[Fact]:
     """Yield the settings of optimizers' groups of parameters."""
     for optimizer in places.optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            for name, found in group.items():
-                what = _Those(map(id, found)) if name == "params" else setting(found, _DEEP)
-                yield (id(optimizer), f"{name} of group {number}"), what
+            for name, option in group.items():
+                value = _Those(map(id, option)) if name == "params" else setting(option, _DEEP)
+                yield (id(optimizer), f"{name} of group {number}"), value

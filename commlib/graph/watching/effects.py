@@ -111,9 +111,9 @@ class Effects:
         spare = {kind: torch.empty_like(buffer) for kind, buffer in spare.items()}
         now = self.here()._replace(buffers=held.buffers)
         for buffer, chunk in zip(held.buffers, self._chunks, strict=True):
-            there = chunk.read(spare[buffer.device, buffer.dtype][: buffer.numel()])
+            current = chunk.read(spare[buffer.device, buffer.dtype][: buffer.numel()])
             chunk.write(buffer)
-            buffer.copy_(there)
+            buffer.copy_(current)
         self._put_rest(held)
         return now
 
@@ -153,19 +153,19 @@ def _chunks(pieces: Sequence[torch.Tensor]) -> list[_Chunk]:
 
     A larger piece is alone.
     """
-    found: list[_Chunk] = []
+    chunks: list[_Chunk] = []
     last: dict[tuple[torch.device, torch.dtype], tuple[_Chunk, int]] = {}
     for i, piece in enumerate(pieces):
         kind = piece.device, piece.dtype
         chunk, nbytes = last.get(kind, (None, 0))
         if chunk is None or nbytes + piece.nbytes > TOGETHER:
             chunk, nbytes = _Chunk([], [], []), 0
-            found.append(chunk)
+            chunks.append(chunk)
         last[kind] = chunk, nbytes + piece.nbytes
         chunk.members.append(i)
         chunk.pieces.append(piece)
         chunk.sizes.append(piece.numel())
-    return found
+    return chunks
 
 
 def set_versions(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> None:

@@ -76,17 +76,17 @@ class OutsideReads:
 
     def among(self, keys: Container[int]) -> "OutsideReads":
         """Return the reads of certain memory."""
-        return self._those([place for place, read in self.reads.items() if read.key in keys])
+        return self._those([site for site, read in self.reads.items() if read.key in keys])
 
     def _those(self, places: Iterable[_Place]) -> "OutsideReads":
         """Return some of the reads; the tensors of an operator are numbered among these alone."""
-        found = OutsideReads()
+        result = OutsideReads()
         for number, index in places:
             read = self.reads[number, index]
-            free = next(i for i in count() if (number, i) not in found.reads)
-            found.reads[number, free] = read
-            found.storages[read.key] = self.storages[read.key]
-        return found
+            free = next(i for i in count() if (number, i) not in result.reads)
+            result.reads[number, free] = read
+            result.storages[read.key] = self.storages[read.key]
+        return result
 
     def join(self, other: "OutsideReads", begin: int) -> None:
         """Add the reads of a run that goes on after ``begin`` operators."""
@@ -111,17 +111,17 @@ def first_other(
     """
     others: list[OtherRead] = []
     constants: list[tuple[_Place, Read, Read]] = []
-    for place in sorted(before.reads.keys() | after.reads.keys()):
-        was, now = before.reads.get(place), after.reads.get(place)
+    for site in sorted(before.reads.keys() | after.reads.keys()):
+        was, now = before.reads.get(site), after.reads.get(site)
         if was is None or now is None:
-            found = was or now
-            if found is not None and (found is was or found.key not in made):
-                others.append(OtherRead(place[0], found.name, _TENSOR))
+            read = was or now
+            if read is not None and (read is was or read.key not in made):
+                others.append(OtherRead(site[0], read.name, _TENSOR))
         elif was.address != now.address:
             if was.key in lasting or now.key in lasting:
-                others.append(OtherRead(place[0], now.name, _TENSOR))
+                others.append(OtherRead(site[0], now.name, _TENSOR))
             else:
-                constants.append((place, was, now))
+                constants.append((site, was, now))
     if constants:
         others += _not_the_same(constants, before, after)
     before.storages.clear()
@@ -141,10 +141,10 @@ def _not_the_same(
     held = [StorageWeakRef(one) for one in ones]
     ones.clear()
     before.storages.clear()
-    for (place, _, now), reference, is_same in zip(constants, held, same, strict=True):
+    for (site, _, now), reference, is_same in zip(constants, held, same, strict=True):
         gone = reference.expired()
         if not (is_same and gone):
-            yield OtherRead(place[0], now.name, "other values" if gone else _TENSOR)
+            yield OtherRead(site[0], now.name, "other values" if gone else _TENSOR)
 
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:

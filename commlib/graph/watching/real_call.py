@@ -164,13 +164,13 @@ class RealCall(TorchDispatchMode):
 
     def has_made(self, storage: torch.UntypedStorage) -> bool:
         """Return True if the run has made ``storage``, and it is still there."""
-        known = self.made.get(storage._cdata)
-        return known is not None and not known.expired()
+        ref = self.made.get(storage._cdata)
+        return ref is not None and not ref.expired()
 
     def _has_given(self, tensor: torch.Tensor) -> bool:
         """Return True if an operator of this run has returned the tensor, if only as a view."""
-        known = self._given.get(id(tensor))
-        return known is not None and known() is tensor
+        ref = self._given.get(id(tensor))
+        return ref is not None and ref() is tensor
 
     def _note(self, tensor: torch.Tensor) -> None:
         if not memory(tensor):

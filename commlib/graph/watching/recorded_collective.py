@@ -40,8 +40,8 @@ class Collective(NamedTuple):
         return cls(call.ring, call.collective, dtype, items, rest, user_line())
 
     def __str__(self) -> str:
-        what = f"{self.collective} of {self.items} x {self.dtype}{self.rest}"
-        return f"{what} on ring {self.ring.ring_id}"
+        text = f"{self.collective} of {self.items} x {self.dtype}{self.rest}"
+        return f"{text} on ring {self.ring.ring_id}"
 
 
 def _shared(args: Sequence[Any]) -> Iterator[str]:

@@ -128,15 +128,15 @@ class Recorder(TorchDispatchMode):
             call = OpCall(self._literal(args[0]), args, kwargs or {})
         if types and self._are_wrapped(call):
             return NotImplemented  # the wrapper's own operators on what it holds follow
-        written, known = self._note_taken(call), call.known
-        drawn = self.random.note(call) if known.draws or known.generator else []
+        written, op_info = self._note_taken(call), call.known
+        drawn = self.random.note(call) if op_info.draws or op_info.generator else []
         on_host = self.host is not None and all(map(is_on_host, call.tensors))
-        keep = (self.keep or on_host) and not known.reshapes
+        keep = (self.keep or on_host) and not op_info.reshapes
         if keep:  # as they are now: they may get another shape later
             args = as_they_are(call.args, self.memory.made)
             kwargs = as_they_are(call.kwargs, self.memory.made) if kwargs else {}
         name = str(call)
-        plain = known.own and self.host is None
+        plain = op_info.own and self.host is None
         result = call.func(*call.args, **call.kwargs) if plain else self._called(call, written)
         results = tensors_in(result)
         check_layouts(call, results)
@@ -146,10 +146,10 @@ class Recorder(TorchDispatchMode):
         changed = [tensor for _, tensor in made] + written
         if self.host is not None:
             check_stray(call, changed)
-        if not known.detaches:
+        if not op_info.detaches:
             self.names.append(name)
         on_host = on_host and all(map(is_on_host, changed))
-        self.launches += known.computes and not on_host and any(map(torch.Tensor.numel, changed))
+        self.launches += op_info.computes and not on_host and any(map(torch.Tensor.numel, changed))
         if keep and (self.keep or (on_host and changed)):
             step = Step.of(call.func, args, kwargs, made, self.memory.made)
             if self.host is None:
@@ -181,16 +181,16 @@ class Recorder(TorchDispatchMode):
 
     def _note_taken(self, call: OpCall) -> list[torch.Tensor]:
         """Check an operator, and record what it reads and writes; returns what it writes to."""
-        known, made = call.known, self.memory.made
+        op_info, made = call.known, self.memory.made
         check_layouts(call, call.tensors)
-        if known.waits:
+        if op_info.waits:
             check_sync(call, self.device)
         for tensor, key in zip(call.tensors, call.memory, strict=False):
-            if key not in made and self._know(tensor) and not known.only_views:
-                self.memory.note_read(tensor, len(self.names), known.text)
-        if known.reshapes and not self.memory.has_given(call.args[0]):
+            if key not in made and self._know(tensor) and not op_info.only_views:
+                self.memory.note_read(tensor, len(self.names), op_info.text)
+        if op_info.reshapes and not self.memory.has_given(call.args[0]):
             check_reshaping(call)
-        written = call.written if known.writes or known.unsaid else []
+        written = call.written if op_info.writes or op_info.unsaid else []
         for tensor in written:
             if tensor.untyped_storage()._cdata in self.memory.borrowed:
                 check_borrowed(call)
@@ -226,9 +226,9 @@ class Recorder(TorchDispatchMode):
     def before(self, call: observers.Seen) -> None:
         """Note a collective; dispatch calls this before it launches."""
         if not self._nested:  # an operator has said what it reads and writes
-            for known in tensors_in((call.x, call.out, call.args)):
-                if self._know(known):
-                    self.memory.note_read(known, len(self.names), "a collective")
+            for tensor in tensors_in((call.x, call.out, call.args)):
+                if self._know(tensor):
+                    self.memory.note_read(tensor, len(self.names), "a collective")
             if call.out is not None:
                 self._before_write(call.out)
         self.collectives.append(Collective.of(call))
@@ -256,8 +256,8 @@ class Recorder(TorchDispatchMode):
 
     def _know_leaf(self, tensor: torch.Tensor) -> None:
         """Keep a leaf. Several may share memory, as in flat buffers; own ones are dropped later."""
-        known = self.leaves.get(id(tensor))
-        if known is None or known() is None:
+        ref = self.leaves.get(id(tensor))
+        if ref is None or ref() is None:
             self.leaves[id(tensor)] = weakref.ref(tensor)
             if self.host is None:
                 self.undo.note_leaf(tensor)
@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):
 
     def known_leaves(self) -> list[torch.Tensor]:
         """Return the leaves from outside that the run has read and that are still there."""
-        return [leaf for known in self.leaves.values() if (leaf := known()) is not None]
+        return [leaf for ref in self.leaves.values() if (leaf := ref()) is not None]
 
     def restore(self) -> None:
         """Restore memory from outside, and generators, to their state before the run."""

@@ -52,10 +52,10 @@ class RngWatch:
 
     def note(self, call: OpCall) -> list[torch.Generator]:
         """Return the generators of an operator, after recording their states before its draw."""
-        found = generators_of(call, self._device)
-        for generator in found:
+        generators = generators_of(call, self._device)
+        for generator in generators:
             self._note(generator)
-        return found
+        return generators
 
     def _note(self, generator: torch.Generator) -> None:
         if not self._captured:

@@ -148,11 +148,11 @@ class WarmUpRun:
         before = PythonState(self._roots)
         if self.positions is not None:
             self.positions.note_draws()
-        found = call_apart(part, self._undo).result
+        result = call_apart(part, self._undo).result
         if self.positions is not None:
             self.positions.begin_draws()
         self.changed |= {(change.where, change.name): change.now for change in before.changes()}
-        return found
+        return result
 
 
 class DonePart:
@@ -186,20 +186,20 @@ class DonePart:
         A graph gives the part other tensors, and leaves have other gradients in a replay.
         """
         self.again()
-        given = arguments_of(part)
-        if len(given) != len(self._given):
+        args = arguments_of(part)
+        if len(args) != len(self._given):
             raise GraphError(f"{name_of(part)}, an eager part, gets other arguments in its graph")
-        pairs = [(given[i], self._given[i], content) for i, content in self._written]
+        pairs = [(args[i], self._given[i], content) for i, content in self._written]
         pairs += [(leaf.grad, grad, content) for leaf, grad, content in self._grads]
         for now, then, content in pairs:
             if isinstance(now, torch.Tensor) and now is not then:
                 now.copy_(content)
         copies, spec = tree_flatten(self._copies)
-        passed = [self._passed_on(x, given, made=own) for x, own in self._leaves]
-        found = [y if x is None else x for x, y in zip(passed, copies, strict=True)]
-        own = [x is None and torch.is_tensor(y) for x, y in zip(passed, copies, strict=True)]
-        written = {key for i, _ in self._written for key in memory_in(given[i])}
-        return Called(tree_unflatten(found, spec), own, written)
+        passed = [self._passed_on(x, args, made=made) for x, made in self._leaves]
+        leaves = [y if x is None else x for x, y in zip(passed, copies, strict=True)]
+        made = [x is None and torch.is_tensor(y) for x, y in zip(passed, copies, strict=True)]
+        written = {key for i, _ in self._written for key in memory_in(args[i])}
+        return Called(tree_unflatten(leaves, spec), made, written)
 
     def _passed_on(self, x: Any, given: Sequence[Any], *, made: bool) -> torch.Tensor | None:
         """Return the tensor in place of ``x``: ``given``, a view of one, or one of the program.

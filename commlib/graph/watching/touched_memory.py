@@ -64,8 +64,8 @@ class TouchedMemory:
 
     def has_given(self, tensor: torch.Tensor) -> bool:
         """Return True if an operator of this run has returned the tensor, if only as a view."""
-        known = self._given.get(id(tensor))
-        return known is not None and known() is tensor
+        ref = self._given.get(id(tensor))
+        return ref is not None and ref() is tensor
 
     def note_read(self, tensor: torch.Tensor, number: int = 0, operator: str = "") -> None:
         """Record that the elements of a tensor from outside are touched, by which operator."""

@@ -76,8 +76,8 @@ class UndoLog:
 
     def note_leaf(self, leaf: torch.Tensor) -> None:
         """Keep the ``grad`` of ``leaf`` unless that was done before."""
-        known = self._grads.get(id(leaf))
-        if known is None or known[0]() is not leaf:
+        entry = self._grads.get(id(leaf))
+        if entry is None or entry[0]() is not leaf:
             self._grads[id(leaf)] = weakref.ref(leaf), leaf.grad
 
     @property
@@ -121,8 +121,8 @@ class UndoLog:
 
     def _put_versions(self) -> None:
         """Put back all counts, the first that was noted last: a view shares that of its base."""
-        known = list(reversed(self._versions.values()))
-        set_versions([x for x, _ in known], [count for _, count in known])
+        entries = list(reversed(self._versions.values()))
+        set_versions([x for x, _ in entries], [count for _, count in entries])
 
     def _put_generators(self) -> None:
         """Put back all states, the first that was noted last: two may stand for one generator."""

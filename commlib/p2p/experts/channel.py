@@ -74,7 +74,7 @@ class ExpertChannel:
         self._record = nvrtc.HostWord(ctypes.sizeof(OverflowRecord))
         self.captured = False  # whether a graph may hold calls
         self._call = self._constants()
-        self._launches = {name: self._launch(found) for name, found in functions.items()}
+        self._launches = {name: self._launch(kernel) for name, kernel in functions.items()}
         self._set_limit()
 
     @property
@@ -204,9 +204,9 @@ class ExpertChannel:
             return None
         record = OverflowRecord.from_address(self._record.address)
         by_rank = tuple(record.by_rank[: self._ring.size])
-        found = Overflow(record.expert, record.owner, record.capacity, by_rank)
+        overflow = Overflow(record.expert, record.owner, record.capacity, by_rank)
         self._record.word.value = 0
-        return found
+        return overflow
 
     def ready(self) -> None:
         """Raise what a call would raise."""
@@ -244,7 +244,7 @@ def _address(x: Tensor | None) -> int | None:
 
 def open_experts(hosts: HostExchange, claim: Claim) -> ExpertChannel | str | None:
     """Set a channel up; every member calls it. Returns why not, or None to ask again later."""
-    ring, room = hosts.identity, flags.get(flags.CHANNEL) << 20
+    ring, nbytes = hosts.identity, flags.get(flags.CHANNEL) << 20
     if ring.size > RANKS:
         return f"more than {RANKS} ranks"
     able = torch.cuda.get_device_capability(ring.device) >= FLOAT8_CAPABILITY
@@ -253,12 +253,12 @@ def open_experts(hosts: HostExchange, claim: Claim) -> ExpertChannel | str | Non
         functions = _functions(ring.device.index, float8=able)
     except Exception as error:  # of any kind: the other members learn of it in the exchange
         log.once("this rank has no kernels for experts: %s", error)
-    facts = hosts.exchange([room if functions else 0, int(able)])
+    facts = hosts.exchange([nbytes if functions else 0, int(able)])
     if len({row[0] for row in facts}) > 1 or facts[0][0] == 0:
         return f"{flags.CHANNEL} is 0 or differs between ranks, or a rank can't compile kernels"
     if not all(row[1] for row in facts):
         functions = {name: one for name, one in functions.items() if name not in _FLOAT8_NAMES}
-    layout = Layout(ring.size, room)
+    layout = Layout(ring.size, nbytes)
     memory = share(hosts, layout.nbytes, "experts")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
@@ -267,9 +267,9 @@ def open_experts(hosts: HostExchange, claim: Claim) -> ExpertChannel | str | Non
 
 def _functions(device: int, *, float8: bool) -> dict[str, Any]:
     """Compile and load the kernels; returns them by name."""
-    found: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
     for file, names in _NAMES.items():
         module = nvrtc.module(KERNELS / file, device)
         more = _FLOAT8_NAMES if float8 and file == "experts_dispatch.cu" else ()
-        found |= {name: nvrtc.function([module], name, device) for name in (*names, *more)}
-    return found
+        kernels |= {name: nvrtc.function([module], name, device) for name in (*names, *more)}
+    return kernels

@@ -42,8 +42,8 @@ class _Call(ctypes.Structure):
 
 def _block(most: int) -> type[ctypes.Structure]:
     """The whole of what the kernel for up to ``most`` segments is given."""
-    room = ctypes.c_byte * (most * SEGMENT.itemsize)
-    return type("_Block", (_Call,), {"_fields_": [("send", room), ("take", room)]})
+    segments = ctypes.c_byte * (most * SEGMENT.itemsize)
+    return type("_Block", (_Call,), {"_fields_": [("send", segments), ("take", segments)]})
 
 
 _BLOCKS = {most: _block(most) for most in (32, 256)}  # segments each way; the fewer the faster
@@ -62,7 +62,7 @@ class RowChannel:
         self.captured = False  # whether a graph may hold calls
         self._window = (memory.nbytes - _HALVES) // 2
         self._calls = {most: _BLOCKS[most]() for most in functions}
-        self._launches = {most: self._launch(most, found) for most, found in functions.items()}
+        self._launches = {most: self._launch(most, kernel) for most, kernel in functions.items()}
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +134,7 @@ class RowChannel:
 
 def open_channel(hosts: HostExchange, claim: Claim) -> RowChannel | str | None:
     """Set a channel up; every member calls it. Returns why not, or None to ask again later."""
-    ring, room, functions = hosts.identity, flags.get(flags.CHANNEL) << 20, {}
+    ring, nbytes, functions = hosts.identity, flags.get(flags.CHANNEL) << 20, {}
     if ring.size > RANKS:
         return f"more than {RANKS} ranks"
     try:
@@ -143,10 +143,10 @@ def open_channel(hosts: HostExchange, claim: Claim) -> RowChannel | str | None:
             functions[most] = nvrtc.function([module], "exchange_rows", ring.device.index)
     except Exception as error:  # of any kind: the other members learn of it in the exchange
         log.once("this rank has no channel: %s", error)
-    sizes = {row[0] for row in hosts.exchange([room if len(functions) == len(_BLOCKS) else 0])}
+    sizes = {row[0] for row in hosts.exchange([nbytes if len(functions) == len(_BLOCKS) else 0])}
     if len(sizes) > 1 or 0 in sizes:
         return f"{flags.CHANNEL} is 0 or differs between ranks, or a rank can't compile kernels"
-    memory = share(hosts, _HALVES + room, "rows")
+    memory = share(hosts, _HALVES + nbytes, "rows")
     if isinstance(memory, str):
         return None if memory == CAPTURING else memory
     return RowChannel(hosts, memory, functions, claim)

@@ -104,9 +104,9 @@ def configure(
         verbose: Ignored.
         debug: Ignored.
     """
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops}
+    settings = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops}
     chosen = _chosen(deepspeed_config)
-    chosen.update((name, value) for name, value in given.items() if value is not None)
+    chosen.update((name, value) for name, value in settings.items() if value is not None)
     counters.enabled = chosen.get("enabled", counters.enabled)
     counters.all = chosen.get("prof_all", counters.all)
     counters.names = frozenset(chosen.get("prof_ops", counters.names))
@@ -118,8 +118,8 @@ def _chosen(config: Any) -> dict[str, Any]:
     if isinstance(config, dict):
         return dict(config.get("comms_logger", {}))
     logger = getattr(config.comms_config, "comms_logger", None)
-    found = {name: getattr(logger, name, None) for name in ("enabled", "prof_all", "prof_ops")}
-    return {name: value for name, value in found.items() if value is not None}
+    settings = {name: getattr(logger, name, None) for name in ("enabled", "prof_all", "prof_ops")}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -149,8 +149,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return None
     summary: dict[str, dict[int, dict[str, int | None]]] = {}
     for (name, size), one in counters.found.items():
-        known = {"count": one.calls, "msg_size_bytes": size}
-        summary.setdefault(name, {})[size] = known | dict.fromkeys(_TIMES)
+        stats = {"count": one.calls, "msg_size_bytes": size}
+        summary.setdefault(name, {})[size] = stats | dict.fromkeys(_TIMES)
     metadata = {
         "world_size": 1 if is_one else dist.get_world_size(),
         "rank": 0 if is_one else dist.get_rank(),

@@ -57,12 +57,12 @@ def init_distributed(
         )
     if is_initialized():
         return
-    place: dict[str, Any] = {} if init_method is not None or rank >= 0 else _of_launcher()
+    kwargs: dict[str, Any] = {} if init_method is not None or rank >= 0 else _of_launcher()
     if init_method is not None:
-        place["init_method"] = init_method
+        kwargs["init_method"] = init_method
     if rank >= 0:
-        place |= {"rank": rank, "world_size": world_size}
-    dist.init_process_group(dist_backend, timeout=timeout, **place)
+        kwargs |= {"rank": rank, "world_size": world_size}
+    dist.init_process_group(dist_backend, timeout=timeout, **kwargs)
 
 
 def _of_launcher() -> dict[str, Any]:
@@ -70,11 +70,11 @@ def _of_launcher() -> dict[str, Any]:
     if environment.names_rank():
         return {}
     world = environment.world()
-    place: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+    kwargs: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
     if world.address is None:
-        return {**place, "store": dist.HashStore()}
+        return {**kwargs, "store": dist.HashStore()}
     host, port = world.address
-    return {**place, "init_method": f"tcp://{host}:{port}"}
+    return {**kwargs, "init_method": f"tcp://{host}:{port}"}
 
 
 def is_available() -> bool:
@@ -116,13 +116,13 @@ def get_world_group() -> Group:
 
 def _given(name: str, group: Group) -> dist.ProcessGroup:
     """Return the ``group`` of a call of ``name``; for None that of all ranks."""
-    found = group or get_world_group()
-    if found is None:
+    pg = group or get_world_group()
+    if pg is None:
         raise ArgumentError(
             f"deepspeed.comm.{name}: no group exists; expected the group of all ranks; call "
             f"deepspeed.comm.init_distributed() first"
         )
-    return found
+    return pg
 
 
 def get_world_size(group: Group = None) -> int:

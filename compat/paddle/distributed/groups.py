@@ -134,8 +134,8 @@ def new_group(
     check_backend(backend)
     device = None if backend is None else checked_device(_DEVICES[backend])
     ring_id, world = _groups.next_id, manager._world()
-    given = world_ring.ranks if ranks is None else ranks
-    members = sorted(checked_members(ring_id, given, world))
+    rank_list = world_ring.ranks if ranks is None else ranks
+    members = sorted(checked_members(ring_id, rank_list, world))
     _groups.next_id += 1
     if world.rank in members:
         manager.create(ring_id, members, device=device, timeout=timeout)

@@ -240,8 +240,8 @@ class HybridCommunicateGroup:
         if not fused_strategy_list:
             raise ArgumentError("create_fuse_group: fused_strategy_list=[]; expected names of axes")
         lists = sorted(self._topology.get_fused_ranks(fused_strategy_list))
-        own = next(ranks for ranks in lists if self.global_rank in ranks)
-        return own, self._own(lists)
+        my_ranks = next(ranks for ranks in lists if self.global_rank in ranks)
+        return my_ranks, self._own(lists)
 
     def get_p2p_groups(self) -> tuple[Group, ...]:
         """Return the pairs of stages to send to the next and previous, and to receive from them.
@@ -259,18 +259,18 @@ class HybridCommunicateGroup:
 
     def _pairs(self) -> list[Group]:
         """Create the groups of ``get_p2p_groups``: each pair of stages has one per direction."""
-        own: dict[tuple[str, str], Group] = {}
+        groups: dict[tuple[str, str], Group] = {}
         for ranks in self._topology.get_comm_list("pipe"):
             for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
                 for forward in (True, False):
                     group = new_group([rank, after])
                     sender, receiver = (rank, after) if forward else (after, rank)
                     if self.global_rank == sender:
-                        own["send", "next" if forward else "previous"] = group
+                        groups["send", "next" if forward else "previous"] = group
                     if self.global_rank == receiver:
-                        own["receive", "previous" if forward else "next"] = group
+                        groups["receive", "previous" if forward else "next"] = group
         sides = ("next", "previous")
-        return [own[what, side] for what in ("send", "receive") for side in sides]
+        return [groups[action, side] for action in ("send", "receive") for side in sides]
 
 
 class _Current:

@@ -137,9 +137,9 @@ def _public(source: ModuleType) -> list[str]:
     listed = getattr(source, "__all__", None)
     if listed is not None:
         return list(listed)
-    own = source.__name__
+    module = source.__name__
     return [
         name
         for name, value in vars(source).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == own
+        if not name.startswith("_") and getattr(value, "__module__", "") == module
     ]

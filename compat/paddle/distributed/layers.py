@@ -126,8 +126,8 @@ class VocabParallelEmbedding(_ParallelLayer):
 
     def forward(self, x: Tensor) -> Any:
         """Return the rows of the ids ``x``, [..., embedding_dim], on every rank."""
-        own = mp_ops._c_lookup_table(self.weight, x, self.vocab_start_index, self.num_embeddings)
-        return mp_ops._mp_allreduce(own, group=self.model_parallel_group)
+        rows = mp_ops._c_lookup_table(self.weight, x, self.vocab_start_index, self.num_embeddings)
+        return mp_ops._mp_allreduce(rows, group=self.model_parallel_group)
 
 
 class ColumnParallelLinear(_ParallelLayer):
@@ -169,8 +169,8 @@ class ColumnParallelLinear(_ParallelLayer):
     def forward(self, x: Tensor) -> Any:
         """Return [..., out_features], or this rank's part of it. ``x``: the same on every rank."""
         same: Any = mp_ops._c_identity(x, self.model_parallel_group)
-        own = functional.linear(same, self.weight.t(), self.bias)
-        return mp_ops._c_concat(own, self.model_parallel_group) if self.gather_output else own
+        shard = functional.linear(same, self.weight.t(), self.bias)
+        return mp_ops._c_concat(shard, self.model_parallel_group) if self.gather_output else shard
 
 
 class RowParallelLinear(_ParallelLayer):
@@ -212,8 +212,8 @@ class RowParallelLinear(_ParallelLayer):
 
     def forward(self, x: Tensor) -> Any:
         """Return [..., out_features] on every rank."""
-        own: Any = x if self.input_is_parallel else mp_ops._c_split(x, self.model_parallel_group)
-        total: Any = mp_ops._mp_allreduce(own @ self.weight, group=self.model_parallel_group)
+        shard: Any = x if self.input_is_parallel else mp_ops._c_split(x, self.model_parallel_group)
+        total: Any = mp_ops._mp_allreduce(shard @ self.weight, group=self.model_parallel_group)
         return total if self.bias is None else total + self.bias
 
 

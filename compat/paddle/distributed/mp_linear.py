@@ -89,11 +89,11 @@ def _parallel_linear(
             f"inner_rank={ring.rank}, nranks={ring.size}"
         )
     weight = checked_part(ring, "_parallel_linear", param_attr, [num_rows, num_cols])
-    place = ring.rank, ring.size, ring.ring_id
+    ring_args = ring.rank, ring.size, ring.ring_id
     if axis == 1:
         out = _linear(c_identity(x, ring.ring_id), weight, bias_attr)
-        return c_concat(out, *place) if gather_out else out
-    out = (c_split(x, *place, True) if split_tensor else x) @ weight
+        return c_concat(out, *ring_args) if gather_out else out
+    out = (c_split(x, *ring_args, True) if split_tensor else x) @ weight
     if not gather_out:
         return out
     out = mp_allreduce_sum(out, ring.ring_id, use_calc_stream=True)
@@ -137,5 +137,5 @@ def _parallel_embedding(
         )
     part = [per_part_embeddings, origin_size[1]]
     table = checked_part(ring, "_parallel_embedding", param_attr, part)
-    own = c_embedding(table, x, inner_rank * per_part_embeddings, origin_size[0])
-    return mp_allreduce_sum(own, ring.ring_id, use_calc_stream=True)
+    rows = c_embedding(table, x, inner_rank * per_part_embeddings, origin_size[0])
+    return mp_allreduce_sum(rows, ring.ring_id, use_calc_stream=True)

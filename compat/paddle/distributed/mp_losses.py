@@ -83,9 +83,9 @@ def _c_softmax_with_multi_label_cross_entropy(
     label = _with_classes(name, ring, logits, label)
     if smooth_weight.dim() == label.dim() - 1:
         smooth_weight = smooth_weight.unsqueeze(-1)
-    place = ring.ring_id, ring.rank, ring.size
+    ring_args = ring.ring_id, ring.rank, ring.size
     softmax, loss = c_softmax_with_multi_label_cross_entropy(
-        logits, label, smooth_weight, ignore_index, sum_multi_label_loss, *place
+        logits, label, smooth_weight, ignore_index, sum_multi_label_loss, *ring_args
     )
     return (loss, softmax) if return_softmax else loss
 

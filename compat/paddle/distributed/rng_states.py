@@ -112,9 +112,9 @@ def model_parallel_random_seed(seed: int | None = None) -> None:
         drawn = int(torch.randint(_LARGEST_SEED, ()))
         seed = ring_of("model_parallel_random_seed", 0).exchange([drawn])[0][0]
     stages = hybrid.get_pipe_parallel_world_size()
-    own = hybrid.get_model_parallel_rank() * stages + hybrid.get_stage_id()
+    offset = hybrid.get_model_parallel_rank() * stages + hybrid.get_stage_id()
     _tracker.reset()
-    _tracker.add(MODEL_PARALLEL_RNG, seed + 1 + own)
+    _tracker.add(MODEL_PARALLEL_RNG, seed + 1 + offset)
     torch.manual_seed(seed)
 
 

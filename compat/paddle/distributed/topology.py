@@ -35,8 +35,8 @@ class CommunicateTopology:
         self._names, self._dims = list(hybrid_group_names), list(dims)
         self.coordinate = _namedtuple("Coordinate", self._names)
         grid = product(*(range(length) for length in dims))
-        self._coordinates = [self.coordinate(*place) for place in grid]
-        self._ranks = {place: rank for rank, place in enumerate(self._coordinates)}
+        self._coordinates = [self.coordinate(*coord) for coord in grid]
+        self._ranks = {coord: rank for rank, coord in enumerate(self._coordinates)}
 
     def get_hybrid_group_names(self) -> list[str]:
         """Return the names of the axes."""
@@ -58,13 +58,13 @@ class CommunicateTopology:
         Raises:
             ArgumentError: An axis is missing or unknown, or a position is outside.
         """
-        place = self.coordinate(**args) if sorted(args) == sorted(self._names) else None
-        if place not in self._ranks:
+        coord = self.coordinate(**args) if sorted(args) == sorted(self._names) else None
+        if coord not in self._ranks:
             raise ArgumentError(
                 f"get_rank: {args}; expected one position for each of "
                 f"{dict(zip(self._names, self._dims, strict=True))}, from 0 on"
             )
-        return self._ranks[place]
+        return self._ranks[coord]
 
     def get_coord(self, rank: int) -> Any:
         """Return the position of a rank on every axis, as a named tuple.
@@ -81,14 +81,14 @@ class CommunicateTopology:
     def get_axis_list(self, axis_name: str, index: int) -> list[int]:
         """Return the ranks at position ``index`` of an axis, in ascending order."""
         axis = self._axis(axis_name)
-        return [rank for rank, place in enumerate(self._coordinates) if place[axis] == index]
+        return [rank for rank, coord in enumerate(self._coordinates) if coord[axis] == index]
 
     def get_comm_list(self, axis_name: str) -> list[list[int]]:
         """Return the groups along an axis: ranks that differ in their position on it alone."""
         axis = self._axis(axis_name)
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(self._coordinates):
-            others = (*place[:axis], *place[axis + 1 :])
+        for rank, coord in enumerate(self._coordinates):
+            others = (*coord[:axis], *coord[axis + 1 :])
             groups.setdefault(others, []).append(rank)
         return [groups[others] for others in sorted(groups)]
 
@@ -100,11 +100,11 @@ class CommunicateTopology:
         """
         fused = [self._axis(name) for name in fused_axis]
         groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-        for rank, place in enumerate(self._coordinates):
-            others = tuple(one for axis, one in enumerate(place) if axis not in fused)
-            groups.setdefault(others, {})[tuple(place[axis] for axis in fused)] = rank
+        for rank, coord in enumerate(self._coordinates):
+            others = tuple(one for axis, one in enumerate(coord) if axis not in fused)
+            groups.setdefault(others, {})[tuple(coord[axis] for axis in fused)] = rank
         return [
-            [groups[others][own] for own in sorted(groups[others])] for others in sorted(groups)
+            [groups[others][key] for key in sorted(groups[others])] for others in sorted(groups)
         ]
 
     def get_rank_from_stage(self, global_rank: int, **kwargs: int) -> int:

@@ -76,8 +76,8 @@ class Dropout(NamedTuple):
         rank, size = position_in(ring_id)
         shape = list(x.shape)
         shape[dim] *= size
-        whole = torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.rate)
-        dropped = x * whole.narrow(dim, rank * x.shape[dim], x.shape[dim])
+        mask = torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.rate)
+        dropped = x * mask.narrow(dim, rank * x.shape[dim], x.shape[dim])
         return self._scaled(dropped)
 
     def _scaled(self, x: Tensor) -> Tensor:

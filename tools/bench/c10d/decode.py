@@ -62,11 +62,11 @@ def run(nproc: int, rounds: int) -> Report:
     for number in range(rounds):
         for name in turns([*groups], number):
             runs[name].append(launch("c10d.decode", nproc, backend=backend, group=groups[name]))
-    check({name: [run["tokens"] for run in found] for name, found in runs.items()}, nproc)
+    check({name: [run["tokens"] for run in repeats] for name, repeats in runs.items()}, nproc)
     samples = {
         way: {
-            name: [value for run in found for value in run["samples"][way]]
-            for name, found in runs.items()
+            name: [value for run in repeats for value in run["samples"][way]]
+            for name, repeats in runs.items()
         }
         for way in LIMITS
     }
@@ -81,10 +81,10 @@ def check(tokens: Mapping[str, Sequence[Mapping[str, Tokens]]], ranks: int) -> N
     for name, runs in tokens.items():
         expected = tokens[STOCK if ranks == 2 else name][0][EAGER]
         for run in runs:
-            for way, found in run.items():
-                if found != expected:
+            for way, actual in run.items():
+                if actual != expected:
                     raise LaunchError(
-                        f"c10d-decode: {way}, {name}: tokens {found}, expected {expected}"
+                        f"c10d-decode: {way}, {name}: tokens {actual}, expected {expected}"
                     )
 
 
@@ -119,8 +119,8 @@ def report(samples: Mapping[str, Samples], settings: dict[str, int], backend: st
 
 
 def _rows(samples: Mapping[str, Samples]) -> Iterator[Row]:
-    for way, found in samples.items():
-        yield from timing_rows(found, (STOCK,), 1e3, way)
+    for way, times in samples.items():
+        yield from timing_rows(times, (STOCK,), 1e3, way)
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class Chain:
     @torch.no_grad()
     def step(self) -> None:
         """Decode one token."""
-        found = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True)
-        self.token.copy_(found.logits[:, -1:].argmax(-1))
+        outputs = self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True)
+        self.token.copy_(outputs.logits[:, -1:].argmax(-1))
 
     def begin(self) -> None:
         """Forget what was decoded."""
@@ -239,8 +239,8 @@ class Chain:
     def tokens(self, call: Callable[[], object]) -> Tokens:
         """Return the first tokens of a sequence."""
         self.begin()
-        found = []
+        tokens = []
         for _ in range(CHECKED):
             call()
-            found.append(int(self.token))
-        return found
+            tokens.append(int(self.token))
+        return tokens

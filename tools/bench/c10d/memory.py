@@ -27,10 +27,10 @@ def measure(backend: str, kind: str = "cuda") -> dict[str, int]:
     torch.zeros(1, device=device)  # the CUDA context, which every program has
     before = _free(device)
     dist.init_process_group(backend, timeout=TIMEOUT)
-    found = {program: _taken(program, device, before) for program in (DDP, FSDP)}
+    usage = {program: _taken(program, device, before) for program in (DDP, FSDP)}
     dist.destroy_process_group()
     commlib.shutdown()
-    return found
+    return usage
 
 
 def _taken(program: str, device: torch.device, before: int) -> int:

@@ -70,13 +70,13 @@ def refusal(nproc: int) -> str | None:
 def run(nproc: int, rounds: int) -> Report:
     """Measure on ``nproc`` GPUs, one per rank, or tiny programs on CPUs where there are fewer."""
     backend = backend_for(nproc)
-    found = launch("c10d.training", nproc, backend=backend, rounds=rounds)
+    results = launch("c10d.training", nproc, backend=backend, rounds=rounds)
     if backend == "nccl":
         for peer, name in IN_GROUPS.items():
             taken = launch("c10d.memory", nproc, backend=name)
             for program, size in taken.items():
-                found[program].setdefault(MEMORY, {})[peer] = [size]
-    return report(found, {"nproc": nproc, "rounds": rounds}, backend)
+                results[program].setdefault(MEMORY, {})[peer] = [size]
+    return report(results, {"nproc": nproc, "rounds": rounds}, backend)
 
 
 def report(found: Found, settings: dict[str, int], backend: str) -> Report:
@@ -99,13 +99,13 @@ def _rows(found: Found) -> Iterator[Row]:
 
 def _findings(found: Found, on_gpus: bool) -> Iterator[str]:
     for goal in GOALS:
-        what = f"{goal.program}, {goal.figure.partition(',')[0]}, {OURS} / {STOCK}"
+        label = f"{goal.program}, {goal.figure.partition(',')[0]}, {OURS} / {STOCK}"
         samples = found[goal.program].get(goal.figure)
         if samples is None:
-            yield f"{NEEDS_GPUS}: {what}"
+            yield f"{NEEDS_GPUS}: {label}"
         else:
             part = ratio(samples[OURS], samples[STOCK]).middle
-            yield target(what, part, goal.limit, measurable=on_gpus)
+            yield target(label, part, goal.limit, measurable=on_gpus)
 
 
 # -- on each rank ---------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ def _steps(ring: CommContext, program: str, rounds: int) -> Samples:
     meters = {
         name: partial(slowest_seconds, ring, step, STEPS[program]) for name, step in steps.items()
     }
-    found = interleave(meters, rounds=rounds * FACTORS[program])
+    samples = interleave(meters, rounds=rounds * FACTORS[program])
     del meters, steps
     gc.collect()  # models go before the groups that they use
-    return found
+    return samples
 
 
 def check(program: str, losses: Mapping[str, Any]) -> None:

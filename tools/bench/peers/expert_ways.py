@@ -89,8 +89,8 @@ def check_dispatch(
 ) -> bool:
     """Dispatch once; return True, or raise if other tokens than those of ``expected`` are here."""
     call()
-    for rank, (found, right) in enumerate(zip(received(), expected, strict=True)):
-        if not same_rows(found, right):
+    for rank, (actual, right) in enumerate(zip(received(), expected, strict=True)):
+        if not same_rows(actual, right):
             raise AssertionError(f"{name}: wrong tokens from rank {rank}")
     return True
 

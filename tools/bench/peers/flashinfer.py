@@ -45,15 +45,15 @@ class FlashInfer:
         count = torch.Size(shape).numel()
         width = min(count, WIDTH)
         return {
-            f"FlashInfer {name}": self._sum(shape, count // width, width, *how)
-            for name, how in self._ways(count // width)
+            f"FlashInfer {name}": self._sum(shape, count // width, width, *args)
+            for name, args in self._ways(count // width)
         }
 
     def norms(self, residual: Tensor, weight: Tensor, eps: float) -> dict[str, Way]:
         """Return the ways to add up, add ``residual`` and normalise each row."""
         return {
-            f"FlashInfer {name}, fused": self._norm(residual, weight, eps, *how)
-            for name, how in self._ways(len(residual))
+            f"FlashInfer {name}, fused": self._norm(residual, weight, eps, *args)
+            for name, args in self._ways(len(residual))
         }
 
     def _ways(self, tokens: int) -> Iterator[tuple[str, tuple[int, int]]]:

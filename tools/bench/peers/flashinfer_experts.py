@@ -48,10 +48,10 @@ class FlashInferExperts:
         layout = (ctypes.c_uint64 * 3)()
         function(library, "moe_layout", *(INT,) * 4, ADDRESSES)(*self._sizes, layout)
         nbytes, counts, rows = layout
-        own, mapped = memory.shared(nbytes)
+        buffer, mapped = memory.shared(nbytes)
         self._workspaces, self._set = addresses(mapped), 0
-        self._counts = own[counts : counts + 4 * memory.size].view(torch.int32)
-        self._rows = own[rows : rows + memory.size * tokens.x.nbytes].view(DTYPE)
+        self._counts = buffer[counts : counts + 4 * memory.size].view(torch.int32)
+        self._rows = buffer[rows : rows + memory.size * tokens.x.nbytes].view(DTYPE)
         self._out = torch.empty_like(tokens.x)
 
     def dispatches(self) -> dict[str, Callable[[], object]]:

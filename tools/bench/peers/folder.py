@@ -38,18 +38,18 @@ def refusal(folder: str, benchmarks: Iterable[str] = ()) -> str | None:
 
 def libraries(folder: str, benchmark: str) -> dict[str, Path]:
     """Return the libraries in ``folder`` that have an adapter for ``benchmark``."""
-    found = {name: Path(folder, name).resolve() for name in ADAPTERS[benchmark]}
-    return {name: path for name, path in found.items() if path.is_file()}
+    paths = {name: Path(folder, name).resolve() for name in ADAPTERS[benchmark]}
+    return {name: path for name, path in paths.items() if path.is_file()}
 
 
 def contents(folder: str, benchmark: str) -> str:
     """Say which libraries are in ``folder``, each with a digest, and which are not."""
-    found = libraries(folder, benchmark)
+    paths = libraries(folder, benchmark)
     present = [
         f"{name} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"
-        for name, path in found.items()
+        for name, path in paths.items()
     ]
-    absent = ", ".join(name for name in ADAPTERS[benchmark] if name not in found)
+    absent = ", ".join(name for name in ADAPTERS[benchmark] if name not in paths)
     said = f"libraries of peers: {', '.join(present) or 'none'}"
     return said + (f"; absent: {absent}" if absent else "")
 

@@ -26,5 +26,5 @@ def launch_with_peers(name: str, nproc: int, folder: str | None, **settings: Any
         peers: dict[str, Any] = {"libraries": paths, "journal": journal, "lost": lost}
         return launch(name, nproc, **peers, **settings)
 
-    found, lost = launch_without(start)
-    return found | {"failed": found["failed"] | {peer: {"run": why} for peer, why in lost.items()}}
+    stats, lost = launch_without(start)
+    return stats | {"failed": stats["failed"] | {peer: {"run": why} for peer, why in lost.items()}}

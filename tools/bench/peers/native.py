@@ -11,11 +11,11 @@ ADDRESSES = ctypes.POINTER(ctypes.c_uint64)
 
 def function(library: ctypes.CDLL, name: str, *arguments: type) -> Callable[..., None]:
     """Return a function of ``library`` that raises ``RuntimeError`` if it doesn't return 0."""
-    found = library[name]
-    found.argtypes, found.restype = arguments, INT
+    symbol = library[name]
+    symbol.argtypes, symbol.restype = arguments, INT
 
     def call(*values: object) -> None:
-        code = found(*values)
+        code = symbol(*values)
         if code:
             raise RuntimeError(f"{name} returned {code}; expected 0")
 

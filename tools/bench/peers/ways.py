@@ -39,12 +39,12 @@ class Ways:
             NCCL_WINDOWS: lambda: NcclWindows(ring.device, most),
             **{name: partial(self._load, path, most) for name, path in libraries.items()},
         }
-        found = {
+        families = {
             name: watch.attempt(name, "set-up", set_up)
             for name, set_up in set_ups.items()
             if name not in watch.lost
         }
-        self.families = {name: family for name, family in found.items() if family is not None}
+        self.families = {name: family for name, family in families.items() if family is not None}
         torch.manual_seed(1 + ring.rank)  # other values on every rank
 
     def _symmetric(self, nbytes: int) -> Tensor:
@@ -125,8 +125,8 @@ def checked(
 
 def check(name: str, way: Way, expected: tuple[Near, ...]) -> bool:
     """Call ``way`` once; return True, or raise ``AssertionError`` at a wrong result."""
-    found = way.call()
-    results = (found,) if isinstance(found, Tensor) else found
+    output = way.call()
+    results = (output,) if isinstance(output, Tensor) else output
     if not all(near.holds(one) for near, one in zip(expected, results, strict=True)):
         raise AssertionError(f"{name}: wrong result for {tuple(way.x.shape)}")
     return True

@@ -131,16 +131,16 @@ class DygraphShardingOptimizer:
             ValueError: From torch: it has other groups of parameters.
         """
         every, states = self._divide(), state_dict["state"]
-        own = [i for i, one in enumerate(every) if self._owners[one] == self._ring.rank]
-        missing = [i for i in own if every[i].requires_grad and i not in states]
+        owned = [i for i, one in enumerate(every) if self._owners[one] == self._ring.rank]
+        missing = [i for i in owned if every[i].requires_grad and i not in states]
         if states and missing:
             raise ArgumentError(
                 f"{self._ring._describe('set_state_dict')}: the states are those of parameters "
-                f"{sorted(states)}; expected {own}, the parameters of this rank, without "
+                f"{sorted(states)}; expected {owned}, the parameters of this rank, without "
                 f"{missing}; load the states of all ranks, joined in one dict, or add an empty "
                 f"dict for a parameter that has had no step"
             )
-        kept = {i: states[i] for i in own if i in states}
-        self._inner_opt.load_state_dict({**state_dict, "state": kept})
+        selected = {i: states[i] for i in owned if i in states}
+        self._inner_opt.load_state_dict({**state_dict, "state": selected})
 
     load_state_dict = set_state_dict

@@ -31,8 +31,8 @@ def distributed_model(model: Model) -> Model:
     hybrid = hybrid_group()
     tensors = [*model.parameters(), *model.buffers()]
     split = {id(one) for one in split_parameters(model)}
-    whole = [one for one in tensors if id(one) not in split]
-    _broadcast(hybrid.get_model_parallel_group().ring, whole)
+    replicated = [one for one in tensors if id(one) not in split]
+    _broadcast(hybrid.get_model_parallel_group().ring, replicated)
     for group in hybrid.replica_groups():
         _broadcast(group.ring, tensors)
     return model

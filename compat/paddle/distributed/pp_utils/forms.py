@@ -40,8 +40,8 @@ class Form(NamedTuple):
         if self.is_tuple != known.is_tuple or len(self.parts) != len(known.parts):
             return False
         return all(
-            own[::2] == other[::2] and own[1] <= other[1]
-            for own, other in zip(self.parts, known.parts, strict=True)
+            part[::2] == other[::2] and part[1] <= other[1]
+            for part, other in zip(self.parts, known.parts, strict=True)
         )
 
     def has_grad(self) -> bool:

@@ -225,10 +225,10 @@ class P2pHelper:
     def _form(self, pipe: Group, direction: str, tensors: Tensors) -> Form:
         """Return the form of what is sent, which must fit the known one."""
         form = meta.form_of(pipe.ring, tensors)
-        known = self._known.get((self._dynamic_cnt, direction))
-        if known is not None and not form.fits(known):
+        cached = self._known.get((self._dynamic_cnt, direction))
+        if cached is not None and not form.fits(cached):
             raise ShapeError(
-                f"{pipe.ring._describe('P2pHelper')}: sends {form.parts}; expected {known.parts}, "
+                f"{pipe.ring._describe('P2pHelper')}: sends {form.parts}; expected {cached.parts}, "
                 f"as in the first micro-batch; call clear_meta_cache() on every stage, or pass "
                 f"use_cache=False"
             )

@@ -46,9 +46,9 @@ def all_gather(
     if isinstance(tensor_or_tensor_list, Tensor):
         return Task(ring.all_gather(detached(tensor_or_tensor_list), x, **mode))
     outputs = tensor_or_tensor_list
-    whole = parts_for("all_gather", ring, "tensor_list", outputs, x)
-    done = ring.all_gather(whole, x, **mode)
-    return Task(done, delivery(outputs, whole.unbind(0)))
+    gathered = parts_for("all_gather", ring, "tensor_list", outputs, x)
+    done = ring.all_gather(gathered, x, **mode)
+    return Task(done, delivery(outputs, gathered.unbind(0)))
 
 
 def broadcast(
@@ -110,8 +110,8 @@ def scatter(
     mode, out = stream_mode("scatter", ring, sync_op, use_calc_stream), detached(tensor)
     root, x = position_of("scatter", ring, "src", src), None
     if ring.rank == root:
-        given: TensorOrList = [] if tensor_or_tensor_list is None else tensor_or_tensor_list
-        x = joined("scatter", ring, "tensor_list", given, out)
+        inputs: TensorOrList = [] if tensor_or_tensor_list is None else tensor_or_tensor_list
+        x = joined("scatter", ring, "tensor_list", inputs, out)
     return Task(ring.scatter(out, x, root=root, **mode))
 
 
@@ -148,6 +148,6 @@ def gather(
     if ring.rank != root:
         return Task(ring.gather(None, x, root=root, **mode))
     outputs: list[Tensor] = gather_list  # type: ignore[assignment]  # None is refused below
-    whole = parts_for("gather", ring, "gather_list", outputs, x)
-    done = ring.gather(whole, x, root=root, **mode)
-    return Task(done, delivery(outputs, whole.unbind(0)))
+    gathered = parts_for("gather", ring, "gather_list", outputs, x)
+    done = ring.gather(gathered, x, root=root, **mode)
+    return Task(done, delivery(outputs, gathered.unbind(0)))

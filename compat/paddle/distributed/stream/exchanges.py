@@ -58,9 +58,9 @@ def alltoall(
     check_list("alltoall", ring, "out_tensor_list", shapes)
     x = torch.cat([one.detach().reshape(-1) for one in inputs])
     takes, sends = [one.numel() for one in shapes], [one.numel() for one in inputs]
-    whole = x.new_empty(sum(takes))
-    done = ring.all_to_all(whole, x, out_splits=takes, in_splits=sends, **mode)
-    parts = [part.view(one.shape) for part, one in zip(whole.split(takes), shapes, strict=True)]
+    recv = x.new_empty(sum(takes))
+    done = ring.all_to_all(recv, x, out_splits=takes, in_splits=sends, **mode)
+    parts = [part.view(one.shape) for part, one in zip(recv.split(takes), shapes, strict=True)]
     return Task(done, delivery(outputs, parts))
 
 
