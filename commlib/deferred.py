@@ -6,8 +6,8 @@ import torch
 
 from commlib.streams import capture_of, stream_captures
 
-# Tensors of calls whose Work was dropped while their stream was being captured, and of calls that a
-# future waits for or that are on a stream of another library (None).
+# This holds tensors of calls whose Work was dropped while their stream was being captured. It also
+# holds those of calls that a future waits for or that are on a stream of another library (None).
 kept: deque[tuple[torch.cuda.Event, torch.cuda.Stream | None, object]] = deque()
 
 

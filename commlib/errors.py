@@ -131,9 +131,9 @@ class GraphError(CommError):
     """A function can't be captured, or ranks capture different things.
 
     ``op`` and ``where`` name the operator and the user's line, ``hint`` says what to do; each may
-    be None. ``done`` is True where work of the call was done, so that it must not be made again,
-    ``reads`` where the function reads a value on the host. The error of a verified call that
-    differs has the function's ``result``.
+    be None. ``done`` is True where work of the call was done, so that it must not be made again.
+    ``reads`` is True where the function reads a value on the host. The error of a verified call
+    that differs has the function's ``result``.
     """
 
     def __init__(

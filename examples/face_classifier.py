@@ -9,7 +9,7 @@ and compares the losses.
     python examples/face_classifier.py
 
 One process that holds all classes would draw others than the ranks do. A draw depends on the seed
-plus the rank and on the labels of the rank's own classes, so the one process asks for the sample
+plus the rank and on the labels of the rank's own classes. So the one process asks for the sample
 of each shard in turn, on its own ring, with the seed of that rank. Then both sides have the
 same classes and differ only in the order of float64 sums: losses agree within 1e-9 (they fall from
 about 12 to 4, and are seen to differ by 5e-15). The program ends with exit code 1 if not.

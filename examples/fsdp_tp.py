@@ -2,12 +2,13 @@
 
 Each weight is split over the ranks of its data-parallel ring, and gathered where it is used: the
 gradient of ``all_gather`` is a ``reduce_scatter``. Heads and hidden units are split over the
-tensor-parallel ring. ``torch.compile`` traces all of that, and the program trains the same model
-twice, with Inductor alone and with ``backend=commlib.graph.backend``, which replays forward and
-backward from graphs with the collectives inside:
+tensor-parallel ring. ``torch.compile`` traces all of that. The program trains the same model
+twice: with Inductor alone, and with ``backend=commlib.graph.backend``. That backend replays forward
+and backward from graphs with the collectives inside:
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp_tp.py            # 2 shards
     torchrun --standalone --nproc-per-node 2 examples/fsdp_tp.py --tensor 2 # 2 halves of each layer
+
     torchrun --standalone --nproc-per-node 4 examples/fsdp_tp.py --tensor 2 # both
 
 Exit code 1 if a loss or a gradient differs in a bit, or if a replay copies more than the batch.

@@ -1,6 +1,6 @@
 """Decode tokens with a Llama that is split over all ranks, eagerly and from CUDA graphs.
 
-The model has random weights from a seed, in the shape of Llama 3 8B or 70B or a tiny one, or it
+The model has random weights from a seed, in the shape of Llama 3 8B or 70B or a tiny one. Or it
 is read from a local Hugging Face folder. Nothing is downloaded:
 
     torchrun --standalone --nproc-per-node 2 examples/llm_decode.py --model 8b --json two.json

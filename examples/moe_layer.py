@@ -1,9 +1,9 @@
 """Train a mixture-of-experts layer whose experts are spread over all ranks.
 
-Every rank has its own tokens and its own experts. A top-2 gate chooses two experts a token, a
-capacity drops what an expert has no room for, global_scatter brings the tokens to their experts and
-global_gather the results back. Each rank then trains the same model again by itself, with all
-tokens and all experts on a ring of one rank, and compares the losses:
+Every rank has its own tokens and its own experts. A top-2 gate chooses two experts a token. A
+capacity drops what an expert has no room for. global_scatter brings the tokens to their experts,
+and global_gather brings the results back. Each rank then trains the same model again by itself,
+with all tokens and all experts on a ring of one rank. It compares the losses:
 
     torchrun --standalone --nproc-per-node 2 examples/moe_layer.py
 
@@ -126,10 +126,10 @@ class Losses(NamedTuple):
 
     ranks: float
     one_process: float
-    counted: float  # of the layer with counts on the device, over all ranks
-    counted_captured: float  # of the same, from a replay
-    fixed: float  # of the layer with fixed shapes, over all ranks
-    fixed_captured: float  # of the same, from a replay
+    counted: float  # The loss of the layer with counts on the device, over all ranks.
+    counted_captured: float  # The loss of the same, from a replay.
+    fixed: float  # The loss of the layer with fixed shapes, over all ranks.
+    fixed_captured: float  # The loss of the same, from a replay.
 
     @property
     def apart(self) -> float:

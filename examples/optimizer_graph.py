@@ -1,10 +1,10 @@
 """Train with an optimizer whose step is one CUDA graph: accumulate, norm, clip, update.
 
 Every rank trains a small model in bfloat16 on its own data. After each backward the low-precision
-gradients are added to float32 ones; after the last one the global norm over all ranks is taken,
-the gradients are clipped by it, and 200 and more small tensors are updated. Those are hundreds of
-short kernels and one all-reduce: captured once, replayed as two graphs. The program trains twice,
-eagerly and captured, and compares the losses bit for bit:
+gradients are added to float32 ones. After the last backward the global norm over all ranks is
+taken. The gradients are clipped by it, and 200 and more small tensors are updated. Those are
+hundreds of short kernels and one all-reduce: captured once, replayed as two graphs. The
+program trains twice, eagerly and captured, and compares the losses bit for bit:
 
     torchrun --standalone --nproc-per-node 2 examples/optimizer_graph.py
 

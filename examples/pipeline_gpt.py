@@ -8,6 +8,7 @@ and compares all losses and weights bit for bit:
 
     torchrun --standalone --nproc-per-node 2 examples/pipeline_gpt.py
     torchrun --standalone --nproc-per-node 2 examples/pipeline_gpt.py --chunks 2
+
     torchrun --standalone --nproc-per-node 4 examples/pipeline_gpt.py --parallel 2
     torchrun --standalone --nproc-per-node 4 examples/pipeline_gpt.py --chunks 2
 

@@ -96,7 +96,7 @@ FAILURES = {
 def test_a_failing_exit_waits_for_nobody(tmp_path: Path, flag: str, how: str) -> None:
     """Rank 0 fails and ends while rank 1 stays; rank 1 then finds no store and says nothing.
 
-    torch itself prints a warning if the store ends while it answers a request, so rank 0 fails
+    torch itself prints a warning if the store ends while it answers a request. So rank 0 fails
     when rank 1 has no request under way.
     """
     program, code, text = FAILURES[how]

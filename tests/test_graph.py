@@ -1,7 +1,7 @@
 """graph.capture: the same results as eager code, and nothing silently wrong.
 
-Every function runs in ranks on the CPU, whose engine re-runs the recorded operators into the
-recorded memory, and on GPUs, where the same calls are CUDA graphs.
+Every function runs in ranks on the CPU and on GPUs. The engine of the CPU re-runs the recorded
+operators into the recorded memory. On GPUs the same calls are CUDA graphs.
 """
 
 import functools

@@ -14,8 +14,8 @@ import pytest
 from tests.support.ports import free_port
 from tests.support.processes import ROOT, environment
 
-LIMIT_S = 150.0  # of each process
-SECONDS = 15.0  # a rank that waits for its deadline of 60 s is far above, a busy machine below
+LIMIT_S = 150.0  # The limit of each process.
+SECONDS = 15.0  # A rank that waits for its deadline of 60 s is far above, a busy machine below.
 # One ring per kind of wait. Rank 1 never comes; rank 0 is interrupted by its parent.
 PROGRAM = """
 import json, sys, threading, time

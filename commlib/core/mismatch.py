@@ -32,7 +32,8 @@ def compare(ring: Ring, calls: list[Call[Any]]) -> list[Call[Any]]:
 
     Blocks the host, at most the ring's timeout. Sends and receives on a CPU block nothing: their
     headers are compared while the call is under way. A send or receive of a group on GPUs that does
-    not fit raises at its launch, after the other calls of the group, which other members wait for.
+    not fit raises at its launch. The other calls of the group are launched first, because other
+    members wait for them.
 
     Returns:
         The calls to launch instead.

@@ -1,7 +1,7 @@
 """Calls on a CPU are posted before their launch, and compared with those of the neighbours.
 
-At level 1. It blocks nothing: gloo ends the process of a rank that gets more bytes than it expects,
-and mixes data of one size, so a call that differs must never be launched.
+This happens at level 1, and it blocks nothing. gloo ends the process of a rank that gets more bytes
+than it expects, and it mixes data of one size. So a call that differs must never be launched.
 """
 
 from functools import partial

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from commlib.log import log
 
-_JOIN_S = 1.0  # the most that the last close waits for the thread
-_ROUND_S = 5.0  # between two rounds of a ring with a long timeout
-_LOAD = 500  # requests per second that all members of a ring may make together
+_JOIN_S = 1.0  # The last close waits at most this long for the thread.
+_ROUND_S = 5.0  # The time between two rounds of a ring with a long timeout.
+_LOAD = 500  # All members of a ring may make this many requests per second together.
 
 
 class Reports(Protocol):

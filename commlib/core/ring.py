@@ -70,10 +70,10 @@ class Ring(Protocol):
     _hosts: HostExchange
     _lifecycle: RingLifecycle
     _device_reports: DeviceReports
-    _fences: Fences | None  # None on a CPU
-    _lock: RLock  # the issue lock of the device
-    _groups: dict[int, Any]  # the open group of each thread, by the thread's number
-    _orders: dict[int, Any]  # the order of calls that a thread's calls belong to, if not the ring's
+    _fences: Fences | None  # This is None on a CPU.
+    _lock: RLock  # The issue lock of the device.
+    _groups: dict[int, Any]  # The open group of each thread, by the thread's number.
+    _orders: dict[int, Any]  # The order that a thread's calls belong to, if it is not the ring's.
     _unfenced: UnfencedCalls
     _compares: bool  # every call, before its launch
     _board: CallBoard | None  # where calls are posted before their launch, on a CPU

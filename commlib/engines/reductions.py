@@ -94,8 +94,8 @@ def resolve_reduction(
 
     bool travels as uint8 with SUM meaning OR; complex as its real parts; uint32 and uint64 as the
     signed integer of the same width where only sums and products are asked (two's complement).
-    Raises ``ArgumentError`` for an unknown ``op`` or a factor that is not a number, and
-    ``DtypeError`` with the reason of a refusal, ``ReductionError`` where no dtype has ``op``.
+    An unknown ``op``, or a factor that is not a number, raises ``ArgumentError``. A refusal raises
+    ``DtypeError`` with its reason, and ``ReductionError`` where no dtype has ``op``.
     """
     if not isinstance(op, str) or op not in NAMES:
         raise ArgumentError(unknown(op))

@@ -3,16 +3,16 @@
 ``capture(fn)`` returns a ``CapturedFunction``. Each call gets a key: its arguments but for their
 content, and what the function uses without receiving it. The life of one key::
 
-    first call         the call itself runs and counts               CountedCall.make
-      rehearse         fn runs again, observed, and is undone        rehearse -> Findings
-      record           fn runs once more, and is captured            record_call -> RecordedCall
-        segments       graphs, and the eager parts between them      CaptureRun -> Segments
-        agree          all members of its rings succeed, or none     record, raise_together
-      keep             what later calls need                         CapturedCall, or Slots
-    later calls        a graph is launched                           CapturedCall.replay
-      verify           now and then fn runs first, and both must     Verification.run
+    first call:        the call itself runs and counts               CountedCall.make
+      rehearse:        fn runs again, observed, and is undone        rehearse -> Findings
+      record:          fn runs once more, and is captured            record_call -> RecordedCall
+        segments:      graphs, and the eager parts between them      CaptureRun -> Segments
+        agree:         all members of its rings succeed, or none     record, raise_together
+      keep:            what later calls need                         CapturedCall, or Slots
+    later calls:       a graph is launched                           CapturedCall.replay
+      verify:          now and then fn runs first, and both must     Verification.run
                        give the same bits
-    end                a tensor was replaced, reset(), or close of   Entries.drop
+    end:               a tensor was replaced, reset(), or close of   Entries.drop
                        a ring: graphs go before communicators
 
 Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd

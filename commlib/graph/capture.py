@@ -52,10 +52,11 @@ def capture(fn: Callable[..., Any] | None = None, **options: Unpack[Given]) -> A
 
     The first call of a kind runs ``fn`` itself and counts. Later runs for the capture are undone.
     Calls are distinguished by structure, by shape, dtype, device, strides and ``requires_grad`` of
-    tensors, by the value of all else, by torch's modes, by what ``fn`` uses without receiving it
-    (settings of modules and optimizers, closures), and by ``key``. Where gradients flow, a forward
-    and a backward graph are joined by one autograd node; second derivatives are unsupported. Every
-    member of a ring captures the same collectives, or all of them raise.
+    tensors, and by the value of all else. They are also distinguished by torch's modes, by ``key``,
+    and by what ``fn`` uses without receiving it (settings of modules and optimizers, closures).
+    Where gradients flow, a forward and a backward graph are joined by one autograd node; second
+    derivatives are unsupported. Every member of a ring captures the same collectives, or all of
+    them raise.
 
     Args:
         fn: Function or module; arguments and results may be any pytree. ``@capture`` and

@@ -11,8 +11,8 @@ from commlib.graph.options import Options
 class CapturedModule(CapturedFunction[..., Any], torch.nn.Module):
     """A captured module in the place of the module: ``model.part = capture(model.part)``.
 
-    Attributes that are not the captured function's own are the module's, to be read and to be set,
-    so that the names in ``state_dict()`` stay as they are.
+    Attributes that are not the captured function's own are the module's, to be read and to be set.
+    So the names in ``state_dict()`` stay as they are.
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:

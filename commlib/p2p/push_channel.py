@@ -71,10 +71,10 @@ class PushChannel:
         self._fills, self._order = claim
         self._device, self._error = self._ring.device.index, nvrtc.HostWord()
         self._word = self._error.word
-        self._launched = 0  # calls, for their tags
-        self.share = 0  # most blocks of the calls that are made now, 0 for no such limit
-        self._open = self._opened = 0  # number of the split call that is open, or 0; and the last
-        self._open_in = 0  # the capture that its first half is part of, 0 for none
+        self._launched = 0  # The number of calls, for their tags.
+        self.share = 0  # The most blocks of the calls that are made now, 0 for no such limit.
+        self._open = self._opened = 0  # The number of the open split call, or 0; and of the last.
+        self._open_in = 0  # The capture that its first half is part of, 0 for none.
         self._half = (memory.nbytes - _CONTROL) // 2
         self._set_limit()
 

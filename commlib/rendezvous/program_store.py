@@ -20,16 +20,16 @@ from commlib.rendezvous.world import World
 
 Address = tuple[str, int]
 
-# These tables outlive shutdown(), so that a rank that is slower to close its rings, or faster to
-# call init() again, always finds the same server.
+# These tables outlive shutdown(). So a rank that is slower to close its rings, or faster to call
+# init() again, always finds the same server.
 _stores: dict[Address, BoundedStore] = {}
 _servers: dict[Address, dist.Store] = {}
 _run_stores: dict[Address, tuple[World, BoundedStore]] = {}  # the keys of this run
 _lock = threading.Lock()  # held from the look-up in a table until its entry is stored
 
-_QUIET_S = 2.0  # ranks that exit together need no line in the log
-_CLOSE_S = 1.0  # for queued operations when the connections are closed at the exit
-_POLL_S = 0.05  # how often a wait for the lock checks whether its deadline was cancelled
+_QUIET_S = 2.0  # Ranks that exit together need no line in the log.
+_CLOSE_S = 1.0  # Queued operations have this long when the connections are closed at the exit.
+_POLL_S = 0.05  # A wait for the lock checks this often whether its deadline was cancelled.
 
 
 def connect(world: World, token: str, one_host: bool, deadline: Deadline) -> BoundedStore:

@@ -250,7 +250,7 @@ class RollCall:
         """End this generation and all generations of a broken cycle before this rank continues.
 
         A rank that has read the verdict could otherwise register in another ring of the cycle that
-        has no verdict yet, and count as the member that this ring waits for.
+        has no verdict yet. It would count there as the member that this ring waits for.
         """
         if verdict.startswith(ORDER):
             for key in self._table.unended(json.loads(verdict[len(ORDER) :])["keys"], deadline):

@@ -2,7 +2,7 @@
 
 After an exception in a block of ``_coalescing_manager`` torch records all later collectives of the
 group for that block, and launches none. A group that is written in Python gets the calls of
-``batch_isend_irecv`` one by one, so those before a wrong one would be under way already.
+``batch_isend_irecv`` one by one. So those before a wrong one would be under way already.
 """
 
 import sys

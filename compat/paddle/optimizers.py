@@ -98,8 +98,9 @@ def distributed_fused_lamb(
 class DistributedFusedLamb(ops.DistributedFusedLamb):
     """The LAMB optimizer with the constructor of ``paddle.incubate.DistributedFusedLamb``.
 
-    Source: Paddle 2.6, where it is for static programs only. It creates ring 1 of the ranks of this
-    node and ring 2 of the ranks of the same position in all nodes, if they do not exist.
+    Source: Paddle 2.6, where it is for static programs only. It creates rings 1 and 2 if they
+    do not exist. Ring 1 has the ranks of this node, and ring 2 has the ranks of the same position
+    in all nodes.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def class_center_sample(
         seed: Ignored without ``fix_seed``.
 
     Returns:
-        The index of each label in the samples of rank 0, 1, …, [N], and the sampled
+        A pair: the index of each label in the samples of rank 0, 1, …, [N]; and the sampled
         classes of this rank, [max(num_samples, distinct labels of this rank)].
 
     Raises:

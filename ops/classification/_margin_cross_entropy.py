@@ -108,9 +108,9 @@ def margin_cross_entropy(
 
     Raises:
         ArgumentError: On every rank, after the gather, for a label that is not a class or differs
-            between ranks, or a label's cosine outside [-1, 1] if margin1 or margin2 acts. To
-            check, a GPU call waits for the loss. In a CUDA graph the loss and gradient of such a
-            row are NaN instead. An invalid option: before any launch.
+            between ranks. It is also raised there for a label's cosine outside [-1, 1] if margin1
+            or margin2 acts. To check, a GPU call waits for the loss. In a CUDA graph the loss and
+            gradient of such a row are NaN instead. An invalid option: before any launch.
         RingError, DeviceError, DtypeError, ShapeError: Before any launch.
     """
     ring_id = ring_number("margin_cross_entropy", ring_id)

@@ -1,7 +1,7 @@
 """A keyed pseudo-random permutation of range(size), evaluated only at requested indices.
 
-A generalised Feistel network: numbers are pairs of Z_a x Z_b with a * b just above ``size``, and
-each round moves one half by a keyed function of the other. An image beyond ``size`` is mapped
+A generalised Feistel network: numbers are pairs of Z_a x Z_b with a * b just above ``size``.
+Each round moves one half by a keyed function of the other. An image beyond ``size`` is mapped
 again until it is below (Black and Rogaway, "Ciphers with arbitrary finite domains"). Integers of 64
 bits only, so that torch operators and Triton kernels give the same numbers.
 """

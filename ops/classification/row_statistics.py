@@ -1,7 +1,7 @@
 """The statistics, softmax and gradient of the rows of one class shard, each in one pass.
 
-On a GPU Triton kernels stream over the shard; on a CPU, in float64 and without Triton,
-torch operators do it a block of rows at a time, so that no temporary grows with the shard.
+On a GPU Triton kernels stream over the shard. On a CPU, in float64 and without Triton,
+torch operators do it a block of rows at a time. So no temporary grows with the shard.
 """
 
 from collections.abc import Iterator

@@ -79,8 +79,9 @@ def fused_multi_transformer(
     Raises:
         RingError: The ring does not exist, or it has failed.
         DtypeError, ShapeError, DeviceError: A tensor does not fit; the text names it.
-        ArgumentError: An option is invalid, heads do not divide by the ranks, a position is out
-            of range or has no page, or a tensor requires grad. All before any launch.
+        ArgumentError: An option is invalid, heads do not divide by the ranks, or a tensor requires
+            grad. A position that is out of range or has no page also raises it. All before any
+            launch.
     """
     number = None if ring_id is None else ring_number(NAME, ring_id)
     in_range = False

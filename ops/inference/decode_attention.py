@@ -56,8 +56,9 @@ def decode_attention(
 ) -> DecodeAttention | None:
     """Return what all layers share, for causal attention of new tokens at ``positions`` [B, S].
 
-    None where torch operators attend: for several tokens a sequence, outside of GPUs, for float32,
-    for heads that are rotated in part or in other pairs, and for caches with gaps.
+    The result is None where torch operators attend. They do so for several tokens a sequence,
+    outside of GPUs, for float32 and for caches with gaps. They also do so for heads that are
+    rotated in part or in other pairs.
     """
     serves = x.is_cuda and x.dtype in DTYPES and x.shape[1] == 1 and head_dim in WIDTHS
     if not (serves and has_triton() and isinstance(cache, (ContiguousCache, PagedCache))):

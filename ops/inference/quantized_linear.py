@@ -11,10 +11,10 @@ from commlib.ops.triton_support import has_triton
 
 Tensor = torch.Tensor
 
-MOST_ROWS = 64  # of more, converting the weight first takes less time
-EXPONENT = 0x7F800000  # the bits of a float32 that hold it
-LEAST_POWER = 2.0**-14  # times a power of two from this one on, all values are exact in float16
-FP8_SINCE = 8, 9  # the compute capability that converts float8 in one instruction
+MOST_ROWS = 64  # With more rows, converting the weight first takes less time.
+EXPONENT = 0x7F800000  # The bits of a float32 that hold its exponent.
+LEAST_POWER = 2.0**-14  # Times this or a higher power of two, all values are exact in float16.
+FP8_SINCE = 8, 9  # The compute capability that converts float8 in one instruction.
 
 
 def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -85,8 +85,8 @@ class DistributedFusedLamb(torch.optim.Optimizer):
             shard_ring: The ranks that divide one copy of the state, such as those of one node.
                 Default: all ranks.
             cross_ring: The ranks with the same position in their ``shard_ring``. With it the sum
-                is a reduce_scatter over ``shard_ring`` and an all_reduce over ``cross_ring``, else
-                an all_reduce over all ranks that writes the sum to the gradients.
+                is a reduce_scatter over ``shard_ring`` and an all_reduce over ``cross_ring``.
+                Without it, an all_reduce over all ranks writes the sum to the gradients.
 
         Raises:
             ArgumentError: A setting is out of range, differs between ranks, or a parameter does

@@ -41,9 +41,10 @@ def all_reduce_residual_norm(
     z = all_reduce(x) + linear_bias + residual; y is the norm of the rows of z. There is no
     gradient. Source: ``torch.nn.functional.rms_norm`` and ``layer_norm``.
 
-    One kernel does it where the ring has push kernels, a row is a multiple of 16 bytes up to 32
-    KiB, and the kernel table selects it; otherwise all_reduce and torch operators do. Both give
-    the same z if push kernels do the all_reduce. y may differ in its last bit between them.
+    One kernel does it under three conditions: the ring has push kernels, a row is a multiple of 16
+    bytes up to 32 KiB, and the kernel table selects it. Otherwise all_reduce and torch operators do
+    it. Both ways give the same z if push kernels do the all_reduce. y may differ in its last bit
+    between them.
 
     Args:
         x: [..., H], this rank's partial sums of a row-parallel linear layer, bfloat16, float16 or

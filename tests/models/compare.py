@@ -46,10 +46,10 @@ class Outcome:
     """The result of comparing a program.
 
     Attributes:
-        kind: equal, remedied (equal after the change that the program names), close (the program
-            asks whether it is captured and takes another way then, whose last digits are others),
-            refused, different, crashed, idle (equal, but no call was a replay), unsteady (two eager
-            runs differ), or unfit (it fails eagerly with the libraries that are installed).
+        kind: equal; remedied (equal after the change that the program names); close (the program
+            asks whether it is captured and takes another way then, whose last digits are others);
+            refused; different; crashed; idle (equal, but no call was a replay); unsteady (two eager
+            runs differ); or unfit (it fails eagerly with the libraries that are installed).
         text: The error, or the first difference.
     """
 

@@ -28,11 +28,11 @@ from tests.support.stores import loopback_store
 
 UNIFIED = {"unified": "1", "legacy": "0"}
 _KILLED = f"died with exit code {-signal.SIGKILL}"
-START_S = 120  # connecting several processes on a busy machine
-GRACE_S = 3  # what a rank still gets once another rank has failed: it is likely stuck
-UNUSED_BYTES = 2**27  # a process may keep that much GPU memory between two tests
-WHERE = signal.SIGRTMAX  # LLVM, which compilers of kernels bring, takes SIGUSR1
-SIGNAL_S = 5.0  # until a busy machine runs the handler of a signal
+START_S = 120  # The time to connect several processes on a busy machine.
+GRACE_S = 3  # A rank still gets this once another rank has failed: it is likely stuck.
+UNUSED_BYTES = 2**27  # A process may keep that much GPU memory between two tests.
+WHERE = signal.SIGRTMAX  # LLVM, which compilers of kernels bring, takes SIGUSR1.
+SIGNAL_S = 5.0  # The time until a busy machine runs the handler of a signal.
 
 
 def torchrun_environment(port: int, rank: int, size: int) -> dict[str, str]:

@@ -18,9 +18,9 @@ from commlib.errors import CommError
 from commlib.log import log
 from commlib.rendezvous.store import BoundedStore
 
-LOOK_S = 1.0  # the most that a close, or a short deadline, spends on the comparison
-_LONGEST_LOOK_S = 5.0  # after a deadline of a minute or more
-_PUBLISH_S = 0.5  # longer than a slice of a wait on a CPU
+LOOK_S = 1.0  # A close or a short deadline spends at most this on the comparison.
+_LONGEST_LOOK_S = 5.0  # This is the most after a deadline of a minute or more.
+_PUBLISH_S = 0.5  # This is longer than a slice of a wait on a CPU.
 _POLL_S = 0.02
 _STORE_S = 30.0  # long: a shorter limit would mark a connection that others use as faulty
 _SHOWN = 4  # ranks whose calls a text shows
@@ -57,9 +57,9 @@ class CallReports:
         self, ring_id: int, rank: int, ranks: Sequence[int], seconds: float, calls: CallLog
     ) -> None:
         self.calls, self.seconds = calls, seconds
-        self.found: list[str] = []  # differences between members, as they were noticed
-        self.name = ""  # of the order of calls, if it is not the ring's own
-        self.others: list[CallReports] = []  # those of the ring's other orders of calls
+        self.found: list[str] = []  # Differences between members, as they were noticed.
+        self.name = ""  # The name of the order of calls, if it is not the ring's own.
+        self.others: list[CallReports] = []  # The reports of the ring's other orders of calls.
         self._ring_id, self._rank, self._ranks = ring_id, rank, ranks
         self._store: Callable[[], BoundedStore] | None = None
         self._published = -1

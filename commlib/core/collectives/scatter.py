@@ -52,7 +52,7 @@ class Scatter(Ring):
             out: Any shape, with as many elements on every rank. As the only tensor it is the input.
             x: ``size`` times the elements, or a list with a tensor per rank; may be None on other
                 ranks, where it is not read. Default: the only tensor is the input, of one shape on
-                every rank, and the output is a new one with this rank's rows along dim 0.
+                every rank. The output is then a new tensor with this rank's rows along dim 0.
             root: Position of the rank that sends.
             use_calc_stream, sync_op, fenced, timeout: See ``CommContext``.
 

@@ -50,9 +50,9 @@ class TorchNCCLEngine(C10dEngine):
         self._group: Any = None
         self._free_before: int | None = None  # bytes, until torch has made the communicator
         self._communicator_bytes = 0
-        self._batched = False  # inside a group of calls, which share one communicator
-        self._peers: set[int] = set()  # torch has made the communicators of these pairs
-        self._met = False  # whether NCCL has connected all pairs in both directions
+        self._batched = False  # True inside a group of calls, which share one communicator.
+        self._peers: set[int] = set()  # Torch has made the communicators of these pairs.
+        self._met = False  # Whether NCCL has connected all pairs in both directions.
 
     @property  # every launch reads it
     def pg(self) -> Any:
@@ -133,7 +133,7 @@ class TorchNCCLEngine(C10dEngine):
     def _connect_peers(self) -> None:
         """Exchange one byte with every peer in one group of calls, once.
 
-        NCCL connects two ranks as the first groups of both need it, and fails where one of them
+        NCCL connects two ranks as the first groups of both need it. It fails where one of them
         sends and receives while the other only sends. All members make this call.
         """
         if self._met:

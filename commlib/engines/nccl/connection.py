@@ -29,7 +29,7 @@ class Connection:
     All members make the ring's communicator together, at the first call that needs it. NCCL
     connects peers for sends and receives separately, which takes further memory: the first call
     of that kind does it, with a deadline, before it is launched. In a ring of more than two ranks
-    the other members do not know of a lone send and receive, so the pair gets a communicator.
+    the other members do not know of a lone send and receive. So the pair gets a communicator.
     """
 
     def __init__(self, hosts: HostExchange, health: Health, token: torch.Tensor) -> None:

@@ -14,10 +14,10 @@ class BlasWorkspace:
     Torch gives cuBLAS and cuBLASLt a workspace for each thread and stream at their first product
     there, and a graph keeps its address. If that product is captured, the workspace is memory of
     one graph, which others use too. Torch frees all workspaces when Inductor records one of its
-    graphs, and newer torch those of a stream when any graph that was captured there is destroyed.
-    Other tensors would then get memory that replays still write to. So the workspaces of the
-    capture stream are taken before each capture, from pools that no other allocation uses. Freed
-    memory stays in them, and the next capture takes the same again.
+    graphs. Newer torch also frees those of a stream when any graph that was captured there is
+    destroyed. Other tensors would then get memory that replays still write to. So the workspaces
+    of the capture stream are taken before each capture, from pools that no other allocation uses.
+    Freed memory stays in them, and the next capture takes the same again.
 
     Replays follow each other, so all graphs of a device share it.
     """

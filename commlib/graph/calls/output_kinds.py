@@ -56,9 +56,9 @@ class Borrowed(NamedTuple):
     """Memory of the graph, to be overwritten by its next replay."""
 
     tensor: torch.Tensor
-    packed: bool  # a clone has the same strides
-    leaf: bool  # it requires grad, and comes from no operator
-    copied: bool  # it has a class of the program, which no borrowed output can have
+    packed: bool  # A clone has the same strides.
+    leaf: bool  # It requires grad, and comes from no operator.
+    copied: bool  # It has a class of the program, which no borrowed output can have.
 
 
 class Alias(NamedTuple):

@@ -1,7 +1,7 @@
 """Functions of torch that are exchanged while a run is watched, so that it sees what they do.
 
-Torch would take other ways under a mode for functions, so the functions themselves are exchanged,
-and who is not looked on at runs the old ones.
+Torch would take other ways under a mode for functions. So the functions themselves are exchanged.
+A thread that is not watched runs the old ones.
 """
 
 import threading

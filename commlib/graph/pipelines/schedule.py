@@ -151,8 +151,9 @@ class PipelineSchedule:
             The losses by microbatch on the rank of the last stage, detached; elsewhere nothing.
 
         Raises:
-            GraphError: The stages are not those of one rank, the inputs are not one per
-                microbatch, or a stage or the loss returns what no schedule can pass on.
+            GraphError: The stages are not those of one rank, or the inputs are not one per
+                microbatch. A stage or the loss that returns what no schedule can pass on raises it
+                too.
         """
         rank = self._rank_of(stages)
         if len(inputs) != self.microbatches:

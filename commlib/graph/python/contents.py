@@ -13,10 +13,10 @@ import torch
 
 from commlib.graph.python.setting import PLAIN, label, setting
 
-_VERSION = 2  # of marshal: later ones write what has nothing to do with values
-_MOST_BYTES = 2000  # of one object
-_ALL_BYTES = 20_000  # of all of them, as they are estimated
-MOST_WRITTEN = 100_000  # bytes that represent all of them: what is written for text is longer
+_VERSION = 2  # The version of marshal: later ones write what has nothing to do with values.
+_MOST_BYTES = 2000  # The limit for one object.
+_ALL_BYTES = 20_000  # The limit for all of them, as they are estimated.
+MOST_WRITTEN = 100_000  # Bytes that represent all of them: what is written for text is longer.
 _NUMBERS = (bool, int, float, complex, type(None))
 _MOST_ITEMS = 200  # of one container with other objects than plain values
 _ALL_ITEMS = 2000  # of all such containers
@@ -48,9 +48,9 @@ class Contents:
     ``whole`` takes 0.1 µs and 20 ns per value, for all containers of plain values together. Arrays
     count by their bytes, dtype and shape. Other containers are opened: their items are
     compared by identity, at 20 ns each, and containers among them have places too. Of tensors among
-    items, only the presence counts in a key, and ``tensors`` yields them. Left out are arrays and
-    containers of more than 200 items which don't fit into 2,000 bytes, what is beyond 20,000 bytes
-    in all, and opened ones beyond 2,000 items.
+    items, only the presence counts in a key, and ``tensors`` yields them. Arrays and containers
+    of more than 200 items are left out where they don't fit into 2,000 bytes. What is beyond 20,000
+    bytes in all is left out too, and so are opened containers beyond 2,000 items.
 
     Attributes:
         has_plain: Whether there are containers of plain values other than arrays.

@@ -26,10 +26,10 @@ from commlib.graph.python.global_names import FOREIGN, Name, has_state, names_in
 _MOST = 100_000  # objects that are looked at; those near the function come first
 # Of what is left out here, generators alone have a state that a program may set.
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), ModuleType)
-RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # that the program holds
-_WITHOUT_ATTRIBUTES = (FunctionType, Name)  # ``held_by`` yields all that they lead to
-_LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)  # may be asked nothing
-_NAMESPACES = (SimpleNamespace, Namespace)  # of the standard library, and what programs put there
+RANDOM = (random.Random, np.random.Generator, np.random.RandomState)  # The program holds them.
+_WITHOUT_ATTRIBUTES = (FunctionType, Name)  # ``held_by`` yields all that they lead to.
+_LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)  # May be asked nothing.
+_NAMESPACES = (SimpleNamespace, Namespace)  # Of the standard library, and what programs put there.
 # Of torch, what is the program's wherever its class is, and other classes by their modules.
 _KINDS_OF_TORCH = (torch.nn.Module, torch.optim.Optimizer)
 _PARTS = ("_hooks", "_parameters", "_buffers", "_modules")  # how names end that torch follows

@@ -33,8 +33,8 @@ from commlib.graph.python.reach import (
     is_of_the_program,
 )
 
-_MOST = 50_000  # objects and functions that are looked at
-_ENDS = {"torch", "torchgen", "numpy", "cupy", "commlib"}  # their code reads what bases define
+_MOST = 50_000  # Objects and functions that are looked at.
+_ENDS = {"torch", "torchgen", "numpy", "cupy", "commlib"}  # Their code reads what bases define.
 # Of the standard library, code that reads no attributes but by methods such as __eq__.
 _HARMLESS = {
     *("builtins", "math", "time", "functools", "itertools", "contextlib", "collections", "re"),
@@ -45,11 +45,11 @@ _HARMLESS = {
 }
 _LEAVES = (bool, int, float, complex, str, bytes, range, type(None), torch.Tensor, Enum)
 _HOLDING = {"builtins", "functools", "collections", "types", "argparse"}
-_SHOWN = _HOLDING - {"functools"}  # what callables of these hold is followed
-_HIDING = {"builtins", "itertools"}  # iterators whose code can't be seen
-ASKING = frozenset(("getattr", "hasattr"))  # names among those that are read, where code has these
-_MAKES = {"__init__", "__new__"}  # that ``type`` calls where objects are made
-# Run where objects are copied or dropped: what these read is of no other use.
+_SHOWN = _HOLDING - {"functools"}  # What callables of these hold is followed.
+_HIDING = {"builtins", "itertools"}  # Their iterators have code that can't be seen.
+ASKING = frozenset(("getattr", "hasattr"))  # These names count as read where code has them.
+_MAKES = {"__init__", "__new__"}  # ``type`` calls these where objects are made.
+# These run where objects are copied or dropped: what these read is of no other use.
 _OUTSIDE = {
     "__del__",
     "__getstate__",

@@ -102,7 +102,7 @@ class Node(torch.autograd.Function):
 
 
 # Torch's own ``apply`` in Python looks at each argument for tensors that have left a transform of
-# torch.func, which no call that has a key contains: 5 µs for 20 arguments.
+# torch.func. A call that has a key contains none of them. The look takes 5 µs for 20 arguments.
 _apply: Callable[..., Any] = super(torch.autograd.Function, Node).apply
 
 

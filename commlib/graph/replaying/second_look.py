@@ -19,8 +19,8 @@ def second_look(
     """Return the difference that counts, of this member.
 
     An operator that adds in any order may do so in one run of hundreds: a replay differs, and no
-    further run of the function does. If numbers differ by less than half of their digits, and the
-    second replay has the bits of the first further run, it is a warning, and nothing is noise.
+    further run of the function does. It is a warning if numbers differ by less than half of their
+    digits, and the second replay has the first further run's bits. Then nothing is noise.
 
     Args:
         rings: Those whose members do the same.

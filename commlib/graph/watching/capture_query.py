@@ -12,7 +12,7 @@ from commlib.streams import query, stream_captures
 def reporting(captured: bool) -> Iterator[None]:
     """Have ``torch.cuda.is_current_stream_capturing()`` answer ``captured`` in a ``with`` block.
 
-    A program that reads a value only where it is not captured then does in the runs before a
+    A program may read a value only where it is not captured. Then it does in the runs before a
     capture what it does in the capture. Other threads get the answer of the driver.
     """
     before: bool | None = getattr(query, "answer", None)

@@ -26,13 +26,13 @@ from commlib.tools.bench.rounds import Samples, interleave, race, ratio
 ROUNDS = 10
 CALL = "dist.all_reduce, 4 B"
 HOST, STEP, MEMORY = "host time, µs", "step, ms", "memory, MiB"
-UNITS = {HOST: 1e6, STEP: 1e3, MEMORY: 2**-20}  # in a second, in a byte
-CALLS = 200  # fewer than the launches that a GPU's queue holds, else the host waits for the GPU
-STEPS = {DDP: 5, FSDP: 2}  # of a turn
-FACTORS = {DDP: 1, FSDP: 4}  # of the rounds: the time of one turn of FSDP2 varies by a fifth
-CHECKED = 3  # steps whose losses are compared
-NEAR = 0.01  # of the loss: kernels of attention add in any order
-IN_GROUPS = {OURS: NAME, STOCK: "nccl"}  # names for init_process_group, on GPUs
+UNITS = {HOST: 1e6, STEP: 1e3, MEMORY: 2**-20}  # The units in a second, and in a byte.
+CALLS = 200  # This is fewer launches than a GPU's queue holds: else the host waits for the GPU.
+STEPS = {DDP: 5, FSDP: 2}  # The steps of a turn.
+FACTORS = {DDP: 1, FSDP: 4}  # Those of the rounds: the time of one turn of FSDP2 varies by a fifth.
+CHECKED = 3  # The losses of these steps are compared.
+NEAR = 0.01  # A part of the loss: kernels of attention add in any order.
+IN_GROUPS = {OURS: NAME, STOCK: "nccl"}  # Names for init_process_group, on GPUs.
 CAPTION = (
     "Programs of torch.distributed on {nproc} ranks on {place}, flag on: the group of a ring, and "
     "stock {stock}, in the same processes. host time: of one float32 sum of one element on rank "

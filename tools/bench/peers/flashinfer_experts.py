@@ -31,7 +31,7 @@ class FlashInferExperts:
     """The workspace of one rank: a slot per token and sender, and two sets of ready flags.
 
     FlashInfer alternates between the sets: a dispatch waits for the one, a combine for the other.
-    Calls in a row of one kind would overwrite flags that a slower rank still waits for, so every
+    Calls in a row of one kind would overwrite flags that a slower rank still waits for. So every
     call here takes the set that the call before it did not take.
     """
 
