@@ -400,7 +400,7 @@ def test_elements_that_a_queue_is_given(on_fail: OnFail) -> None:
     g, x = graph.capture(f, on_fail=on_fail), torch.zeros(2)
     for turn in range(1, 4):
         if on_fail == "raise":
-            with raises(GraphError, "puts elements into given (Queue)", "after the call"):
+            with raises(GraphError, "puts elements into q (Queue)", "after the call"):
                 g(x)
         else:
             g(x)

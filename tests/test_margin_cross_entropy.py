@@ -210,7 +210,7 @@ def test_gradcheck(comm: Any) -> None:
     for margins in KINDS:
         for reduction in ("mean", None) if margins == ARCFACE else ("sum",):
             kwargs = dict(zip(NUMBERS, margins, strict=True), reduction=reduction)
-            call = functools.partial(loss, how=kwargs)
+            call = functools.partial(loss, kwargs=kwargs)
             assert_equal(torch.autograd.gradcheck(call, (logits,)), True, kwargs)
     (first,) = torch.autograd.grad(loss(logits, {}), logits, create_graph=True)
     with raises(ArgumentError, "has no gradient"):
