@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def same_as_eager(f: Callable[..., Any], *state: Tensor, device: str = "cpu") ->
         results.append(tensors)
     for i, (actual, expected) in enumerate(zip(results[1], results[0], strict=True)):
         assert_bits_equal(actual, expected, f"result {i}")
-    rows = [row for row in graph.report() if "compiled code" in row["function"]]
+    rows = [row for row in graph.report() if f" at {Path(__file__).name}:" in row["function"]]
     captured = [row["replays"] for row in rows if row["eager"] is None]
     assert_equal(captured, [CALLS - 1] * len(captured), "replays")
     return {"eager": [row["eager"] for row in rows if row["eager"]], "captured": len(captured)}
