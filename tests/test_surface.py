@@ -12,6 +12,8 @@ import torch.distributed as dist
 import commlib
 from commlib import ops
 from commlib.core import collectives
+from commlib.core.collectives.every import Collectives
+from commlib.core.ring import Ring
 from commlib.engines.reductions import unknown
 from commlib.errors import ArgumentError, PeerError, RingError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
@@ -298,6 +300,11 @@ FAMILIES = [ast.parse(path.read_text()) for path in Path(*collectives.__path__).
 @pytest.mark.parametrize("call", [*WITH_OUT, *METHODS])
 def test_hints_name_no_any(call: Any) -> None:
     assert "Any" not in str(get_type_hints(call)["return"])
+
+
+def test_no_collective_inherits_another_one() -> None:
+    assert len(Collectives.__bases__) > 10
+    assert {base.__bases__ for base in Collectives.__bases__} == {(Ring,)}
 
 
 def returns_of_overloads(name: str) -> list[str]:
