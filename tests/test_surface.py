@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -324,6 +325,25 @@ def test_hints_name_no_any(call: Any) -> None:
 def test_no_collective_inherits_another_one() -> None:
     assert len(Collectives.__bases__) > 10
     assert {base.__bases__ for base in Collectives.__bases__} == {(Ring,)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commlib.compat",
+        "commlib.compat.c10d",
+        "commlib.compat.deepspeed",
+        "commlib.compat.paddle",
+        "commlib.compat.paddle.distributed",
+        "commlib.export",
+        "commlib.ops.inference",
+    ],
+)
+def test_modules_list_their_public_names(name: str) -> None:
+    module: Any = import_module(name)
+    further = ["distributed"] if name == "commlib.compat.paddle" else []
+    assert dir(module) == sorted([*module.__all__, *further])
+    assert all(hasattr(module, public) for public in dir(module))
 
 
 def returns_of_overloads(name: str) -> list[str]:
