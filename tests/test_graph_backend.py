@@ -292,6 +292,29 @@ def test_results_that_share_memory() -> None:
             assert_bits_equal(tail.detach(), torch.zeros(WIDTH - 1, WIDTH), f"turn {turn}")
 
 
+def test_parts_that_share_memory() -> None:
+    """A view is handed to the next part as a view, also if it comes before what it is a view of."""
+
+    def written(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        flat = y.view(-1)
+        more = tripled(flat)
+        y.add_(more.view(x.shape))
+        return y * 1, flat * 1
+
+    for needs_grad in (False, True):
+        replayed = graph.backend.apply(torch.fx.symbolic_trace(written), [inputs(0)])
+        for turn in range(4):
+            expected, actual = (inputs(turn).requires_grad_(needs_grad) for _ in range(2))
+            results, wanted = replayed(actual), written(expected)
+            for number, (one, other) in enumerate(zip(results, wanted, strict=True)):
+                assert_bits_equal(one.detach(), other.detach(), f"result {number}, turn {turn}")
+            if needs_grad:
+                for one, other in (results, wanted):
+                    (one.sum() + other.square().sum()).backward()
+                assert_bits_equal(actual.grad, expected.grad, f"gradient of turn {turn}")
+
+
 def test_wrappers() -> None:
     """Forward and backward work on what wrappers hold, and are captured one by one."""
     results = []
