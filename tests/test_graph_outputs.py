@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from commlib import graph
+from commlib.errors import GraphError
 from commlib.graph.calls.output_guard import guards_memory
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.runs_on import runs_on
@@ -370,3 +371,57 @@ def test_outputs_that_share_memory(comm: Any, fn: Callable[..., tuple[torch.Tens
                 for number, (one, other) in enumerate(pairs):
                     text = f"{number} in order {order}, {outputs}, after a write to {target}"
                     assert_bits_equal(one, other, text)
+
+
+@torch.library.custom_op("graph_outputs_tests::first_column", mutates_args=())
+def first_column(x: torch.Tensor) -> torch.Tensor:
+    """Return the first column times two, repeated."""
+    return (x[:, :1] * 2).expand(x.shape)
+
+
+@torch.library.custom_op("graph_outputs_tests::add_one", mutates_args=("x",))
+def add_one(x: torch.Tensor) -> None:
+    """Add one to what the first column repeats."""
+    x[:, :1].add_(1)
+
+
+@torch.library.custom_op("graph_outputs_tests::repeated", mutates_args=())
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    """Return the first column, with or without repeated elements."""
+    return x[:, :1].clone().expand(x.shape) if x[0, 0] < 2 else x.clone()
+
+
+first_column.register_fake(lambda x: x[:, :1].clone().expand(x.shape))
+repeated.register_fake(lambda x: x[:, :1].clone().expand(x.shape))
+
+
+@runs_on("unified_ranks")
+def test_operators_with_repeated_elements(comm: Any) -> None:
+    """An operator may return, or write to, a tensor with one element in several places."""
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        add_one(x)
+        return x * 2
+
+    functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: first_column(x) + 1,
+        first_column,
+        written,
+    )
+    for number, fn in enumerate(functions):
+        captured = graph.capture(fn, outputs="copy", inputs="copy")
+        for turn in range(4):
+            x, same = (torch.full((4, 1), turn + 1.0, device=comm.device) for _ in range(2))
+            actual, want = captured(x.expand(4, 3)), fn(same.expand(4, 3))
+            assert_bits_equal(actual, want, f"function {number}, turn {turn}")
+            assert_equal(actual.stride(), want.stride(), f"strides of {number}, turn {turn}")
+            assert_bits_equal(x, same, f"the argument of function {number}, turn {turn}")
+
+
+def test_an_operator_with_other_strides() -> None:
+    """A replay can't put separate elements where the capture has one several times."""
+    captured = graph.capture(lambda x: repeated(x) + 1, verify=False, outputs="copy")
+    for turn in range(2):
+        assert_bits_equal(captured(torch.ones(4, 3)), torch.full((4, 3), 2.0), f"turn {turn}")
+    with raises(GraphError, "strides (3, 1) in a replay", "strides (1, 0)", "contiguous()"):
+        captured(torch.full((4, 3), 2.0))
