@@ -4,12 +4,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from commlib.errors import GraphError
+from commlib.graph.compiled.propagation import propagate
 
 
 def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
@@ -81,17 +79,8 @@ def _text(x: torch.Tensor) -> str:
 
 
 def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Note at each node what it gives, from fakes of the inputs."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
-
-    mode = detect_fake_mode(example_inputs) or FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=ShapeEnv()
-    )
-    fakes = [
-        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
-        for x in example_inputs
-    ]
+    """Note at each node what it gives and writes, from fakes of the inputs."""
     try:
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
+        propagate(gm, example_inputs)
     except Exception as error:
         raise GraphError(f"{what}: the graph can't run on these example inputs: {error}") from error
