@@ -44,7 +44,7 @@ def _wholes_first(sharing: dict[int, torch.Tensor]) -> list[int]:
 
     def rank(i: int) -> tuple[bool, bool, int, bool, int]:
         x = sharing[i]
-        return x.grad_fn is None, not _is_dense(x), -_length(x), id(x._base) in ids, i
+        return x.grad_fn is None, not is_dense(x), -span(x), id(x._base) in ids, i
 
     return sorted(sharing, key=rank)
 
@@ -54,10 +54,10 @@ def _part_of(leaf: torch.Tensor, wholes: dict[int, torch.Tensor]) -> PartOf | No
 
     With gradients that is its base or another view of that; without, what has all of its memory.
     """
-    start, end = leaf.storage_offset(), leaf.storage_offset() + _length(leaf)
+    start, end = leaf.storage_offset(), leaf.storage_offset() + span(leaf)
     for i, x in wholes.items():
-        first, last = x.storage_offset(), x.storage_offset() + _length(x)
-        covers = first <= start and end <= last and _is_dense(x)
+        first, last = x.storage_offset(), x.storage_offset() + span(x)
+        covers = first <= start and end <= last and is_dense(x)
         made_here = x.grad_fn is not None or not x.requires_grad
         if covers and made_here and _can_be_made_of(leaf, x):
             detached = x.requires_grad and not leaf.requires_grad
@@ -76,13 +76,13 @@ def _can_be_made_of(leaf: torch.Tensor, x: torch.Tensor) -> bool:
     return is_plain_view(leaf, base) and is_plain_view(x, base)
 
 
-def _length(x: torch.Tensor) -> int:
+def span(x: torch.Tensor) -> int:
     """Return how many elements of the memory it spans."""
     steps = zip(x.size(), x.stride(), strict=True)
     return 1 + sum((n - 1) * step for n, step in steps) if x.numel() else 0
 
 
-def _is_dense(x: torch.Tensor) -> bool:
+def is_dense(x: torch.Tensor) -> bool:
     """Return True if it has each element that it spans once; without an operator of torch."""
     expected = 1
     for step, n in sorted(zip(x.stride(), x.size(), strict=True)):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from commlib.graph.compiled.check import check_graph, check_static
 from commlib.graph.compiled.effects import with_plain_effects
 from commlib.graph.compiled.inductor import compile_region
+from commlib.graph.compiled.parts import lost_write
 from commlib.graph.compiled.region import Code, Region
 from commlib.graph.compiled.settings import Settings, capture_options
 from commlib.graph.compiled.static_positions import static_positions
@@ -91,8 +93,19 @@ class CompileBackend:
             static_inputs = static_positions(gm, example_inputs)
         check_static(static_inputs, example_inputs)
         region = Region(_name_of(gm), checked)
+        lost = lost_write(gm)
+        if lost is not None and (lost.always or _wants_gradients(gm, example_inputs)):
+            region.run_eagerly(gm, lost.reason, example_inputs)
+            return region
         run = region.partition(gm, example_inputs, static_inputs, "graph", _as_it_is)
-        region.hold(lambda *args: run([*args]), static_inputs, example_inputs)
+
+        def call(*args: Any) -> Any:
+            if lost is not None and _wants_gradients(gm, args):
+                region.note_eager(lost.reason)
+                return gm(*args)
+            return run([*args])
+
+        region.hold(call, static_inputs, example_inputs)
         return region
 
 
@@ -101,6 +114,12 @@ backend = CompileBackend()
 
 def _is_wrapper(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x)
+
+
+def _wants_gradients(gm: GraphModule, values: Sequence[Any]) -> bool:
+    """Return True if a call of a graph makes a backward."""
+    tensors = (x for x in chain(values, gm.parameters()) if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:

@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 
 from commlib.graph.compiled.effects import with_own_tokens
 from commlib.graph.compiled.part_symbols import give_symbols
+from commlib.graph.compiled.sharing import Lost, find_lost_write
 from commlib.graph.compiled.unsafe import unsafe_nodes
 
 _FREE = ("placeholder", "get_attr", "output")  # they belong to no part
@@ -37,6 +38,12 @@ class Part(NamedTuple):
 def reasons(gm: GraphModule) -> list[str]:
     """Return why a graph is cut, each reason once; nothing if all of it can be captured."""
     return [*dict.fromkeys(unsafe_nodes(gm).values())]
+
+
+def lost_write(gm: GraphModule) -> Lost | None:
+    """Return a write across cuts that replays would lose, if there is one."""
+    unsafe = unsafe_nodes(gm)
+    return find_lost_write(gm, _numbers(gm, unsafe), unsafe) if unsafe else None
 
 
 def split(gm: GraphModule) -> tuple[GraphModule, list[Part]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from commlib.errors import GraphError
 from commlib.graph.calls.graph_break import REPLAYS, graph_break
 from commlib.graph.captured_function import CapturedFunction
 from commlib.graph.compiled.parts import reasons, replace, split
@@ -45,6 +46,19 @@ class Region:
         """Record the code of all partitions: ``static`` of its inputs stay."""
         self._code = code
         self._whole = StaticInputs(code, static, examples, self.name, self._options)
+
+    def run_eagerly(self, code: Callable[..., Any], reason: str, examples: Sequence[Any]) -> None:
+        """Run all of a graph eagerly, for a reason that the report has."""
+        self.hold(code, (), examples)
+        self.note_eager(reason)
+
+    def note_eager(self, reason: str) -> None:
+        """Note why calls run eagerly. Raises ``GraphError`` where the program asks for an error."""
+        if self._options.on_fail == "raise":
+            raise GraphError(f"{self.name} can't be captured: {reason}")
+        if (self.name, reason) not in self.cuts:
+            self.cuts.append((self.name, reason))
+            log.once("%s runs eagerly: %s", self.name, reason)
 
     @graph_break(REPLAYS)
     def __call__(self, *args: Any) -> Any:
