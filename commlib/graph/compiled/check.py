@@ -4,16 +4,18 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule
 
 from commlib.errors import GraphError
 from commlib.graph.compiled.propagation import propagate
 
 
-def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
+def check_graph(what: str, gm: Any, example_inputs: Any) -> str | None:
     """Raise ``GraphError`` for what is not a graph, or for inputs that are not its own.
 
-    Every node knows what it gives afterwards, so that unsafe ones are found.
+    Every node knows what it gives afterwards, so that unsafe ones are found. Returns why all of it
+    must run eagerly, if the host reads a value inside of a node.
     """
     if not isinstance(gm, GraphModule):
         raise GraphError(
@@ -34,7 +36,8 @@ def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
     for node, value in zip(nodes, example_inputs, strict=True):
         _check_input(what, node, value)
     if any("val" not in node.meta and "example_value" not in node.meta for node in nodes):
-        _propagate(what, gm, example_inputs)
+        return _propagate(what, gm, example_inputs)
+    return None
 
 
 def check_static(static: Any, example_inputs: Sequence[Any]) -> None:
@@ -78,9 +81,16 @@ def _text(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
 
 
-def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Note at each node what it gives and writes, from fakes of the inputs."""
+def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """Note at each node what it gives and writes, unless that depends on a value."""
+    from torch.fx.experimental.symbolic_shapes import (  # loads sympy
+        GuardOnDataDependentSymNode,
+    )
+
     try:
         propagate(gm, example_inputs)
+    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        return f"the host reads a value: {str(error).splitlines()[0]}"
     except Exception as error:
         raise GraphError(f"{what}: the graph can't run on these example inputs: {error}") from error
+    return None

@@ -27,7 +27,13 @@ def propagate(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
         for x in example_inputs
     ]
-    _Propagation(gm, mode).propagate_dont_convert_inputs(*fakes)
+    try:
+        _Propagation(gm, mode).propagate_dont_convert_inputs(*fakes)
+    except Exception:
+        for node in gm.graph.nodes:  # the next run notes all of them, or none
+            if node.meta.pop(WRITES, None) is not None:
+                node.meta.pop("val", None)
+        raise
 
 
 def storages(value: Any) -> set[int]:
