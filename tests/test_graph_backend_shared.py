@@ -254,3 +254,21 @@ def test_views_of_buffers() -> None:
         assert_equal(actual, want, f"turn {turn}")
     rows = graph.report(replayed)
     assert_equal(any(LOST in (row["eager"] or "") for row in rows), False, "reasons")
+
+
+@pytest.mark.parametrize("f", [overlapping, gaps, in_place_function, plain_view])
+def test_graphs_of_dynamo(f: Any) -> None:
+    """Their nodes have examples, and functions of torch that no schema describes."""
+    regions: list[Any] = []
+
+    def compiler(gm: torch.fx.GraphModule, values: Any) -> Any:
+        regions.append(graph.backend.apply(gm, values))
+        return regions[-1]
+
+    compiled = torch.compile(f, backend=compiler)
+    for turn in range(CALLS):
+        expected = outcome(f, turn, grad=False, turned=False)
+        assert_equal(outcome(compiled, turn, grad=False, turned=False), expected, f"turn {turn}")
+    eager = [row["eager"] or "" for row in graph.report(regions[0])]
+    assert_equal(any(LOST in reason for reason in eager), f is not plain_view, "reasons")
+    torch._dynamo.reset()

@@ -89,7 +89,7 @@ class CompileBackend:
             GraphError: An argument is wrong.
         """
         checked = capture_options(options)
-        why = check_graph("graph.backend.apply", gm, example_inputs)
+        why = check_graph("graph.backend.apply", gm, example_inputs, runs_graph=True)
         if static_inputs is None:
             static_inputs = static_positions(gm, example_inputs)
         check_static(static_inputs, example_inputs)

@@ -11,11 +11,13 @@ from commlib.errors import GraphError
 from commlib.graph.compiled.propagation import propagate
 
 
-def check_graph(what: str, gm: Any, example_inputs: Any) -> str | None:
+def check_graph(what: str, gm: Any, example_inputs: Any, *, runs_graph: bool = False) -> str | None:
     """Raise ``GraphError`` for what is not a graph, or for inputs that are not its own.
 
     Every node knows what it gives afterwards, so that unsafe ones are found. Returns why all of it
     must run eagerly, if the host reads a value inside of a node.
+
+    ``runs_graph``: a graph of Dynamo runs as it is, and its nodes know what they write too.
     """
     if not isinstance(gm, GraphModule):
         raise GraphError(
@@ -35,7 +37,8 @@ def check_graph(what: str, gm: Any, example_inputs: Any) -> str | None:
         )
     for node, value in zip(nodes, example_inputs, strict=True):
         _check_input(what, node, value)
-    if any("val" not in node.meta and "example_value" not in node.meta for node in nodes):
+    names = ("val",) if runs_graph else ("val", "example_value")
+    if any(node.meta.keys().isdisjoint(names) for node in nodes):
         return _propagate(what, gm, example_inputs)
     return None
 
@@ -90,7 +93,13 @@ def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> str
     try:
         propagate(gm, example_inputs)
     except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
-        return f"the host reads a value: {str(error).splitlines()[0]}"
+        return f"the host reads a value: {_headline(error)}"
     except Exception as error:
+        if any("example_value" in node.meta for node in gm.graph.nodes):  # Dynamo has run it
+            return f"what it writes is unknown: {_headline(error)}"
         raise GraphError(f"{what}: the graph can't run on these example inputs: {error}") from error
     return None
+
+
+def _headline(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
