@@ -3,7 +3,7 @@
 import itertools
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,9 +12,6 @@ from commlib.core.tensors import has_memory
 from commlib.errors import ArgumentError
 from commlib.export import rings
 from commlib.ops.registered.library import register
-
-if TYPE_CHECKING:  # its import takes a second
-    from torch.export.pt2_archive._package import AOTICompiledModel
 
 Tensors = list[torch.Tensor]
 
@@ -65,7 +62,7 @@ def aoti_load_package(
     device_index: int = -1,
     *,
     ranks: rings.Members | None = None,
-) -> "AOTICompiledModel":
+) -> Any:
     """Load what ``aoti_compile_and_package`` wrote, and compare the rings; nothing is launched.
 
     Args:
@@ -83,11 +80,9 @@ def aoti_load_package(
         RingError: A ring of the program does not exist on this rank, or has other members.
         ArgumentError: The file does not record its rings, or ``ranks`` does not fit.
     """
-    model: AOTICompiledModel = torch._inductor.aoti_load_package(
-        path, run_single_threaded, device_index
-    )
+    model: Any = torch._inductor.aoti_load_package(path, run_single_threaded, device_index)
     rings.check(path, rings.read(path, model.get_metadata().get(_KEY, "")), ranks)
-    model.loader = cast(Any, _Loader(model.loader))
+    model.loader = _Loader(model.loader)
     return model
 
 
