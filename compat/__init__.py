@@ -8,6 +8,12 @@ if TYPE_CHECKING:
 
 __all__ = ["c10d", "deepspeed", "paddle", "torch_distributed"]
 
+
+def __dir__() -> list[str]:
+    """List the dialects, also those that are not imported yet."""
+    return [*__all__]
+
+
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:

@@ -27,6 +27,24 @@ _WITH_OUT = frozenset(
     }
 )
 
+_BEFORE_RING = {  # the arguments of the others before the ring, if not only x
+    "DistributedFusedLamb": "params, ",
+    "all_reduce_residual_norm": "x, residual, weight, ",
+    "barrier": "",
+    "class_center_sample": "label, num_classes, num_samples, ",
+    "data_norm": "x, batch_size, batch_sum, batch_square_sum, ",
+    "expert_dispatch": "x, expert_ids, num_experts, capacity, ",
+    "fused_attention": "x, qkv_weight, linear_weight, ",
+    "fused_feedforward": "x, linear1_weight, linear2_weight, ",
+    "fused_multi_transformer": "x, layers, cache, ",
+    "global_gather": "x, local_count, global_count, ",
+    "global_scatter": "x, local_count, global_count, ",
+    "margin_cross_entropy": "logits, label, ",
+    "partial_recv": "out, ",
+    "recv": "out, ",
+    "softmax_with_cross_entropy": "logits, label, ",
+}
+
 
 def ring_number(collective: str, ring: Any) -> int:
     """Return the id of ``ring``: a ring, its id or its name. ``comm`` refuses an invalid id.
@@ -61,9 +79,10 @@ def ring_number(collective: str, ring: Any) -> int:
             f"takes x first; pass the output as out="
         )
     if isinstance(ring, torch.Tensor):
+        before = _BEFORE_RING.get(collective, "x, ")
         raise ArgumentError(
-            f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; pass one tensor to "
-            f"ops.{collective}, then a ring, its id or its name"
+            f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; call "
+            f"ops.{collective}({before}ring_id) with a ring, its id or its name as ring_id"
         )
     return cast(int, ring)
 

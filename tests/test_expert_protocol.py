@@ -47,7 +47,7 @@ def some_calls(size: int, seed: int, count: int = 8, *, masks: bool = True) -> l
                 ranks[-1].sort(reverse=random.random() < 0.5)
         if random.random() < 0.15:  # and so that the orders of the senders are opposite
             ranks = [[[(r + 1) % size]] * ROOM + [[r]] * ROOM for r in range(size)]
-        grids = [(random.randint(2, 4), random.randint(1, 2)) for _ in range(size)]
+        grids = [(random.choice((2, 3, 4, 9)), random.randint(1, 2)) for _ in range(size)]
         cells = random.choice((1, 2, 2, 3, 5))
         live: Sequence[int] = range(size)
         if masks and random.random() < 0.3:
@@ -58,8 +58,8 @@ def some_calls(size: int, seed: int, count: int = 8, *, masks: bool = True) -> l
             ]
         places = least_places(size) + random.choice((0, 1, 3, 1000))
         kind = random.choice((DISPATCH, BACK))
-        few = random.random() < 0.5
-        calls.append(Call(kind, number, cells, ranks, grids, live, few, places))
+        few, few_rows = (random.random() < 0.5 for _ in range(2))
+        calls.append(Call(kind, number, cells, ranks, grids, live, few, few_rows, places))
     return calls
 
 
@@ -236,6 +236,16 @@ def _takers_begin_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "taker", taker)
 
 
+def _pushers_leave_with_shares_unclaimed(patch: pytest.MonkeyPatch) -> None:
+    def claim(self: Block, work: int) -> int:
+        leaves = work == PUSH and self.call.few_rows and self in pushed
+        pushed.add(self)
+        return 1 << 40 if leaves and self.call.kind == BACK else claimed(self, work)
+
+    claimed, pushed = Block.claim, set[Block]()
+    patch.setattr(Block, "claim", claim)
+
+
 def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
     run = Block.run
 
@@ -269,6 +279,7 @@ def _tags_repeat_in_every_call(patch: pytest.MonkeyPatch) -> None:
         _takers_have_shares_of_their_own,
         _takers_begin_last,
         _takers_begin_first,
+        _pushers_leave_with_shares_unclaimed,
         _tags_repeat_in_every_call,
     ],
 )

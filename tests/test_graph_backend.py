@@ -53,6 +53,14 @@ def halved(x: Tensor) -> Tensor:
     return x[: len(x) // 2] + x[len(x) // 2 :]
 
 
+@torch.library.custom_op("graph_backend_tests::row_sum", mutates_args=())
+def row_sum(x: Tensor) -> Tensor:
+    """Add the rows; the gradient of each is that of the sum."""
+    return x.sum(0, keepdim=True)
+
+
+row_sum.register_fake(lambda x: x.new_empty(1, x.shape[1]))
+row_sum.register_autograd(lambda ctx, grad: grad.expand(ROWS, WIDTH))
 doubled.register_fake(lambda x: x.new_empty(2 * x.shape[0], x.shape[1]))
 halved.register_fake(lambda x: x.new_empty(x.shape[0] // 2, x.shape[1]))
 doubled.register_autograd(lambda ctx, grad: halved(grad))
@@ -290,6 +298,56 @@ def test_results_that_share_memory() -> None:
             with torch.no_grad():
                 base.zero_()
             assert_bits_equal(tail.detach(), torch.zeros(WIDTH - 1, WIDTH), f"turn {turn}")
+
+
+def test_parts_that_share_memory() -> None:
+    """A view is handed to the next part as a view, also if it comes before what it is a view of."""
+
+    def written(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        flat = y.view(-1)
+        more = tripled(flat)
+        y.add_(more.view(x.shape))
+        return y * 1, flat * 1
+
+    for needs_grad in (False, True):
+        replayed = graph.backend.apply(torch.fx.symbolic_trace(written), [inputs(0)])
+        for turn in range(4):
+            expected, actual = (inputs(turn).requires_grad_(needs_grad) for _ in range(2))
+            results, wanted = replayed(actual), written(expected)
+            for number, (one, other) in enumerate(zip(results, wanted, strict=True)):
+                assert_bits_equal(one.detach(), other.detach(), f"result {number}, turn {turn}")
+            if needs_grad:
+                for one, other in (results, wanted):
+                    (one.sum() + other.square().sum()).backward()
+                assert_bits_equal(actual.grad, expected.grad, f"gradient of turn {turn}")
+
+
+def _column(x: Tensor) -> Tensor:
+    return (x @ x.T)[:, :1].expand(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    y: Tensor = row_sum(x) @ x.detach().T
+    return y
+
+
+@pytest.mark.parametrize(("fn", "needs_grad"), [(_column, False), (_rows, True)])
+def test_repeated_elements(fn: Callable[[Tensor], Tensor], needs_grad: bool) -> None:
+    """Compiled code may return expanded tensors, and expanded gradients."""
+    results: list[list[Tensor]] = []
+    for backend, options in (("aot_eager", None), (graph.backend, STRICT)):
+        torch._dynamo.reset()
+        compiled, values = torch.compile(fn, backend=backend, options=options), list[Tensor]()
+        results.append(values)
+        for turn in range(4):
+            x = inputs(turn).requires_grad_(needs_grad)
+            out = compiled(x)
+            values += [out.detach(), *torch.autograd.grad(out.sum(), [x])] if needs_grad else [out]
+    for number, (expected, actual) in enumerate(zip(*results, strict=True)):
+        assert_bits_equal(actual, expected, f"value {number}")
+        if not needs_grad:
+            assert_equal(actual.stride(), expected.stride(), f"strides of value {number}")
 
 
 def test_wrappers() -> None:

@@ -14,6 +14,7 @@ from torch._higher_order_ops.effects import _register_effectful_op, with_effects
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.print import print as printed
 from torch._library.effects import EffectType
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from commlib import graph
@@ -249,3 +250,25 @@ def test_what_is_unsafe_on_a_gpu() -> None:
     reasons = unsafe_nodes(torch.fx.GraphModule(torch.nn.Module(), nodes))
     expected = ["aten.mul.Tensor works on the CPU", "print runs on the host"]
     assert_equal([*reasons.values()], expected, "reasons")
+
+
+def test_a_sub_graph_under_a_second_name() -> None:
+    """The names of one sub-graph count alike."""
+    inner, outer = torch.fx.Graph(), torch.fx.Graph()
+    inner.output(inner.call_function(plain._opoverload, (inner.placeholder("x"),)))
+    part = torch.fx.GraphModule(torch.nn.Module(), inner)
+    node = outer.call_module("second", (outer.placeholder("x"),))
+    outer.output(node)
+    gm = torch.fx.GraphModule({"second": part}, outer)
+    gm._modules = {"first": part, "second": part}
+    assert_equal([*unsafe_nodes(gm).values()], tagged(plain._name), "reasons")
+
+
+@pytest.mark.skipif(not hasattr(rng_prims, "run_dtensor_rng_op"), reason="an older torch")
+def test_generators_of_dtensors() -> None:
+    """The operator in which DTensor draws sets the state of a generator."""
+    nodes = torch.fx.Graph()
+    x, draw = nodes.placeholder("x"), torch.ops.aten.rand_like.default
+    nodes.output(nodes.call_function(rng_prims.run_dtensor_rng_op, (0, 1, draw, x)))
+    reasons = unsafe_nodes(torch.fx.GraphModule(torch.nn.Module(), nodes))
+    assert_equal([*reasons.values()], ["run_dtensor_rng_op is steered by the host"], "reasons")

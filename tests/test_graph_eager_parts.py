@@ -185,6 +185,23 @@ def test_expanded_results(comm: Any, verify: bool) -> None:
     _same_as_eager(comm, lambda x: x - mean(x), verify=verify)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+@runs_on("unified_ranks")
+def test_expanded_arguments(comm: Any, verify: bool) -> None:
+    """A part may write to memory of which it also has an expanded view."""
+
+    @graph.eager
+    def write(total: torch.Tensor, repeated: torch.Tensor) -> torch.Tensor:
+        total.add_(1)
+        return repeated * 2
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total = x * 2
+        return write(total, total[:1].expand(3)) + total
+
+    _same_as_eager(comm, function, verify=verify)
+
+
 def _always(x: torch.Tensor) -> None:
     x.nan_to_num_().clamp_(max=float(x.sum() > 0) + 2)
 

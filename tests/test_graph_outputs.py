@@ -3,14 +3,16 @@
 import copy
 import gc
 import io
+import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from commlib import graph
+from commlib.errors import GraphError
 from commlib.graph.calls.output_guard import guards_memory
 from tests.support.checks import assert_bits_equal, assert_equal, on_gpu, raises
 from tests.support.runs_on import runs_on
@@ -298,3 +300,128 @@ def test_outputs_that_repeat_elements(comm: Any) -> None:
                 (grad,) = torch.autograd.grad(actual.square().sum(), weight)
                 (other,) = torch.autograd.grad(want.square().sum(), weight)
                 assert_bits_equal(grad, other, f"gradient of call {turn}")
+
+
+def _chain(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * weight
+    flat = y.view(-1)
+    return y, flat, flat[2:5]
+
+
+def _of_one_base(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * weight
+    return y.view(9), y.t(), y.diagonal()
+
+
+def _with_gaps(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * weight
+    return y, y[::2, ::2], y.detach()[1:]
+
+
+def _twice(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * weight
+    y.view(9).mul_(2)
+    flat = y.view(9)
+    return y, flat, flat
+
+
+def _without_history(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * weight
+    with torch.no_grad():
+        flat = y.view(9)
+    return y, flat, y[0]
+
+
+def _written_to(
+    outs: Sequence[torch.Tensor], weight: torch.Tensor, target: int
+) -> list[torch.Tensor]:
+    """Return the outputs after a write to one, and the gradient of the weight from before it."""
+    losses = [out.square().sum() * (i + 1) for i, out in enumerate(outs) if out.requires_grad]
+    grads = torch.autograd.grad(sum(losses), [weight]) if weight.requires_grad else []
+    outs[target].detach().mul_(10)
+    return [*grads, *(out.detach().clone() for out in outs)]
+
+
+@pytest.mark.parametrize("fn", [_chain, _of_one_base, _with_gaps, _twice, _without_history])
+@runs_on("unified_ranks")
+def test_outputs_that_share_memory(comm: Any, fn: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    """A write to an output is seen in views of its memory, in whichever order they are returned."""
+    kinds: tuple[Literal["borrow", "copy"], ...] = ("borrow", "copy")
+    for requires_grad, outputs in itertools.product((True, False), kinds):
+        weight = (
+            torch.arange(1.0, 10.0, device=comm.device).view(3, 3).requires_grad_(requires_grad)
+        )
+        for order in itertools.permutations(range(3)):
+
+            def ordered(
+                x: torch.Tensor, weight: torch.Tensor = weight, order: Any = order
+            ) -> list[torch.Tensor]:
+                results = fn(x, weight)
+                return [results[i] for i in order]
+
+            captured = graph.capture(ordered, outputs=outputs, verify=False)
+            for target in (0, 0, 1, 2):
+                x = torch.full((3, 3), target + 1.0, device=comm.device)
+                actual, want = captured(x), ordered(x)
+                pairs = zip(
+                    _written_to(actual, weight, target),
+                    _written_to(want, weight, target),
+                    strict=True,
+                )
+                for number, (one, other) in enumerate(pairs):
+                    text = f"{number} in order {order}, {outputs}, after a write to {target}"
+                    assert_bits_equal(one, other, text)
+
+
+@torch.library.custom_op("graph_outputs_tests::first_column", mutates_args=())
+def first_column(x: torch.Tensor) -> torch.Tensor:
+    """Return the first column times two, repeated."""
+    return (x[:, :1] * 2).expand(x.shape)
+
+
+@torch.library.custom_op("graph_outputs_tests::add_one", mutates_args=("x",))
+def add_one(x: torch.Tensor) -> None:
+    """Add one to what the first column repeats."""
+    x[:, :1].add_(1)
+
+
+@torch.library.custom_op("graph_outputs_tests::repeated", mutates_args=())
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    """Return the first column, with or without repeated elements."""
+    return x[:, :1].clone().expand(x.shape) if x[0, 0] < 2 else x.clone()
+
+
+first_column.register_fake(lambda x: x[:, :1].clone().expand(x.shape))
+repeated.register_fake(lambda x: x[:, :1].clone().expand(x.shape))
+
+
+@runs_on("unified_ranks")
+def test_operators_with_repeated_elements(comm: Any) -> None:
+    """An operator may return, or write to, a tensor with one element in several places."""
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        add_one(x)
+        return x * 2
+
+    functions: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda x: first_column(x) + 1,
+        first_column,
+        written,
+    )
+    for number, fn in enumerate(functions):
+        captured = graph.capture(fn, outputs="copy", inputs="copy")
+        for turn in range(4):
+            x, same = (torch.full((4, 1), turn + 1.0, device=comm.device) for _ in range(2))
+            actual, want = captured(x.expand(4, 3)), fn(same.expand(4, 3))
+            assert_bits_equal(actual, want, f"function {number}, turn {turn}")
+            assert_equal(actual.stride(), want.stride(), f"strides of {number}, turn {turn}")
+            assert_bits_equal(x, same, f"the argument of function {number}, turn {turn}")
+
+
+def test_an_operator_with_other_strides() -> None:
+    """A replay can't put separate elements where the capture has one several times."""
+    captured = graph.capture(lambda x: repeated(x) + 1, verify=False, outputs="copy")
+    for turn in range(2):
+        assert_bits_equal(captured(torch.ones(4, 3)), torch.full((4, 3), 2.0), f"turn {turn}")
+    with raises(GraphError, "strides (3, 1) in a replay", "strides (1, 0)", "contiguous()"):
+        captured(torch.full((4, 3), 2.0))

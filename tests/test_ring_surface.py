@@ -3,6 +3,8 @@
 import copy
 import logging
 import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 import commlib
 from commlib import flags, graph, ops
-from commlib.errors import ArgumentError, RingError, ShapeError
+from commlib.errors import ArgumentError, CommTimeout, RingError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises, settle
 from tests.support.runs_on import runs_on
 
@@ -146,9 +148,9 @@ def test_reprs(comm: Any) -> None:
     assert_equal(repr(work)[:29], "<Work of torch.float32 [3], f", "a work")
 
 
-@runs_on("ranks")
-def test_logged(comm: Any) -> None:
-    """One line per ring created and closed."""
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """Yield a list that gets the text of every line that is logged in the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -157,13 +159,44 @@ def test_logged(comm: Any) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        commlib.new_ring(83, range(comm.size))
-        commlib.close_ring(83)
+        yield lines
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+@runs_on("ranks")
+def test_logged(comm: Any) -> None:
+    """One line per ring created and closed."""
+    with log_lines() as lines:
+        commlib.new_ring(83, range(comm.size))
+        commlib.close_ring(83)
     assert_equal(sum("created <CommContext ring 83" in line for line in lines), 1, str(lines))
     assert_equal(sum("close on ring 83" in line for line in lines), 1, str(lines))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "barrier", "recv"])
+@runs_on("cpu_ranks")
+def test_a_timeout_is_logged(comm: Any, name: str) -> None:
+    """One line per ring that times out, whatever the engine raises."""
+    ring, x = commlib.new_ring(84, range(comm.size)), torch.ones(3)
+    assert ring is not None
+    late: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: ring.all_reduce(x, timeout=1),
+        "barrier": lambda: ring.barrier(timeout=1),
+        "recv": lambda: ring.recv(x, peer=1, timeout=1),
+    }
+    with log_lines() as lines:
+        if ring.rank == 0:
+            with raises(CommTimeout, f"{name} on ring 84"):
+                late[name]()
+            with raises(RingError, "ring 84"):
+                ring.barrier()
+        comm.barrier()
+        commlib.close_ring(84, abort=True)
+    expected = [f"{name} on ring 84 (rank 0 of 2, {ring.engine}): timed out"]
+    timeouts = [line for line in lines if "timed out" in line]
+    assert_equal(timeouts, expected if ring.rank == 0 else [], "the log")
 
 
 @pytest.mark.parametrize("name", ["close_ring", "comm", "init", "new_ring", "shutdown"])

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,8 +13,11 @@ import torch.distributed as dist
 import commlib
 from commlib import ops
 from commlib.core import collectives
+from commlib.core.collectives.every import Collectives
+from commlib.core.ring import Ring
 from commlib.engines.reductions import unknown
 from commlib.errors import ArgumentError, PeerError, RingError
+from commlib.ops.arguments import ring_number
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -217,10 +221,28 @@ def test_the_order_of_torch_distributed_is_an_error(ring: Any) -> None:
             call(out, x)
     point_to_point: Any = (ops.send, ops.recv)
     for call in point_to_point:
-        with raises(ArgumentError, f"pass one tensor to ops.{call.__name__}, then a ring"):
+        with raises(ArgumentError, f"call ops.{call.__name__}(", "its name as ring_id"):
             call(out, x)
         with raises(PeerError, call.__name__, "peer=None"):
             call(x)
+
+
+@runs_on("ranks")
+def test_a_tensor_is_no_ring(ring: Any) -> None:
+    x: Any = sample_of(ring)
+    with raises(ArgumentError, "shape (4,); call ops.barrier(ring_id) with a ring, its id"):
+        ops.barrier(x)
+    with raises(ArgumentError, "call ops.softmax_with_cross_entropy(logits, label, ring_id) with"):
+        ops.softmax_with_cross_entropy(x.view(2, 2), x[:2].long(), x)
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_the_error_names_what_is_before_the_ring(name: str) -> None:
+    parameters = list(inspect.signature(getattr(ops, name)).parameters)
+    if "ring_id" in parameters and getattr(ops, name) not in WITH_OUT:
+        taken = ", ".join(parameters[: parameters.index("ring_id") + 1])
+        with raises(ArgumentError, f"call ops.{name}({taken}) with a ring"):
+            ring_number(name, torch.ones(4))
 
 
 @runs_on("ranks")
@@ -298,6 +320,30 @@ FAMILIES = [ast.parse(path.read_text()) for path in Path(*collectives.__path__).
 @pytest.mark.parametrize("call", [*WITH_OUT, *METHODS])
 def test_hints_name_no_any(call: Any) -> None:
     assert "Any" not in str(get_type_hints(call)["return"])
+
+
+def test_no_collective_inherits_another_one() -> None:
+    assert len(Collectives.__bases__) > 10
+    assert {base.__bases__ for base in Collectives.__bases__} == {(Ring,)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commlib.compat",
+        "commlib.compat.c10d",
+        "commlib.compat.deepspeed",
+        "commlib.compat.paddle",
+        "commlib.compat.paddle.distributed",
+        "commlib.export",
+        "commlib.ops.inference",
+    ],
+)
+def test_modules_list_their_public_names(name: str) -> None:
+    module: Any = import_module(name)
+    further = ["distributed"] if name == "commlib.compat.paddle" else []
+    assert dir(module) == sorted([*module.__all__, *further])
+    assert all(hasattr(module, public) for public in dir(module))
 
 
 def returns_of_overloads(name: str) -> list[str]:

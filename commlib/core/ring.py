@@ -12,6 +12,7 @@ from commlib.core.health import RingHealth
 from commlib.core.lifecycle import RingLifecycle
 from commlib.deferred import UnfencedCalls
 from commlib.engines.base import Engine
+from commlib.engines.reduction_names import RingReduction
 from commlib.rendezvous.call_board import CallBoard
 from commlib.rendezvous.environment import World
 from commlib.rendezvous.hosts import HostExchange
@@ -89,3 +90,19 @@ class Ring(Protocol):
 
     def _describe(self, collective: str) -> str:
         """Return the start of an error text: the collective, the ring and the rank."""
+
+    # The collectives that others are made of.
+
+    def broadcast(self, out: torch.Tensor, x: torch.Tensor | None, *, root: int) -> Any:
+        """Fill ``out`` on every rank with ``x`` of ``root``."""
+
+    def reduce(
+        self,
+        out: torch.Tensor | None,
+        x: torch.Tensor,
+        *,
+        root: int,
+        op: RingReduction,
+        factor: float | None,
+    ) -> Any:
+        """Fill ``out`` of ``root`` with the reduction of ``x``."""

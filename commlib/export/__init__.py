@@ -11,4 +11,10 @@ from commlib.ops.registered import late
 
 __all__ = ["aoti_compile_and_package", "aoti_load_package", "load", "save"]
 
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 late.import_all()

@@ -3,7 +3,7 @@
 import itertools
 import os
 import weakref
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -12,6 +12,9 @@ from commlib.core.tensors import has_memory
 from commlib.errors import ArgumentError
 from commlib.export import rings
 from commlib.ops.registered.library import register
+
+if TYPE_CHECKING:  # its import takes a second
+    from torch.export.pt2_archive._package import AOTICompiledModel
 
 Tensors = list[torch.Tensor]
 
@@ -62,7 +65,7 @@ def aoti_load_package(
     device_index: int = -1,
     *,
     ranks: rings.Members | None = None,
-) -> Any:
+) -> "AOTICompiledModel":
     """Load what ``aoti_compile_and_package`` wrote, and compare the rings; nothing is launched.
 
     Args:
@@ -80,9 +83,11 @@ def aoti_load_package(
         RingError: A ring of the program does not exist on this rank, or has other members.
         ArgumentError: The file does not record its rings, or ``ranks`` does not fit.
     """
-    model: Any = torch._inductor.aoti_load_package(path, run_single_threaded, device_index)
+    model: AOTICompiledModel = torch._inductor.aoti_load_package(
+        path, run_single_threaded, device_index
+    )
     rings.check(path, rings.read(path, model.get_metadata().get(_KEY, "")), ranks)
-    model.loader = _Loader(model.loader)
+    model.loader = cast(Any, _Loader(model.loader))
     return model
 
 

@@ -28,6 +28,11 @@ from commlib.rendezvous import environment
 __all__ = ["process_group_of", "register", "ring_from_group"]
 
 
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 def register() -> None:
     """Register the backend for CPUs and GPUs; a second call changes nothing."""
     if NAME not in dist.Backend.backend_list:

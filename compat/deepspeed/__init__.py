@@ -25,6 +25,12 @@ __all__ = [
     "replay_graph",
 ]
 
+
+def __dir__() -> list[str]:
+    """List the public names, also ``comm``, which is imported when it is used."""
+    return [*__all__]
+
+
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:

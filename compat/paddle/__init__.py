@@ -251,6 +251,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names, and the module of ``paddle.distributed``."""
+    return [*__all__, "distributed"]
+
+
 if TYPE_CHECKING:
     _C_ops: Any
     _legacy_C_ops: AttributeCalls

@@ -74,7 +74,9 @@ def scatter(
         if kernels is None:
             return plain_experts.scatter(ring, x, tables, active, spec, use_calc_stream)
         _check_all(ring, "expert_scatter", spec, active)
-        rows = x.new_empty((local_experts(spec.num_experts, ring.size), spec.capacity, spec.width))
+        local = local_experts(spec.num_experts, ring.size)
+        with enough_memory(ring, "expert_scatter", spec, 1):
+            rows = x.new_empty((local, spec.capacity, spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_scatter", kernels.scatter, rows, x, args, use_calc_stream)
     return rows

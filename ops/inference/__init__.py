@@ -22,3 +22,8 @@ __all__ = [
     "quantize",
     "rotary_tables",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]

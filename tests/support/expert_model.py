@@ -37,6 +37,7 @@ class Call(NamedTuple):
     grids: Sequence[tuple[int, int]]  # pushers, two at least, and takers per sender
     live: Sequence[int]
     few: bool = True  # pushers, which begin before most takers
+    few_rows: bool = False  # every pusher looks at all rows, and so knows the last pass
     places: int = 1000  # of blocks that run on a GPU at the same time, at least ``least_places``
 
     @property
@@ -404,8 +405,11 @@ class Block:
         """Push the sums of shares of passes."""
         every = [(s, t) for s in range(self.machine.size) for t in self.call.rows(s, self.me)]
         Random(self.call.number * 64 + self.me).shuffle(every)  # the same in all blocks
+        most: float = math.inf  # the last pass, where this block knows it
         while True:
             turn, share = divmod(self.claim(PUSH), self.kernel.pushers)
+            if turn > most:
+                return True
             if not (yield from self.wait(partial(self.has_pushed, turn))):
                 return False
             if turn > self.kernel.last_pass:
@@ -415,8 +419,11 @@ class Block:
             for first in range(0, len(now), GROUP):
                 if not (yield from self.push_group(now[first : first + GROUP])):
                     return False
-            passes = [token // self.call.slots for _, token in assigned]
-            self.kernel.last_pass = max(self.kernel.last_pass, *passes, 0)
+            looked_at = every if self.call.few_rows else assigned
+            last = max((token // self.call.slots for _, token in looked_at), default=0)
+            if self.call.few_rows:
+                most = max(turn, last)
+            self.kernel.last_pass = max(self.kernel.last_pass, last)
             self.kernel.pushed += 1
 
     def push_group(self, sums: Sequence[tuple[int, int]]) -> Steps:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commlib
-from commlib import compat, errors, flags, graph, ops
+from commlib import compat, errors, export, flags, graph, ops
 from commlib.ops.inference import ContiguousCache, DecoderConfig, DecoderLayer
 
 
@@ -275,6 +275,9 @@ def main() -> None:
     assert_type(ring.report()["calls"], int)
     for report in commlib.CommContextManager.instance().report():
         assert_type(report["last"], str | None)
+    package = export.aoti_load_package("block.pt2")
+    assert_type(package.get_metadata(), dict[str, str])
+    package.missing()  # refused
     ring.report()["call"]  # refused: no such key
     commlib.shutdown(abort=True)
     commlib.shutdown(True)  # refused: options are keywords

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from commlib.tools.bench.folding import folded
 from commlib.tools.bench.machine import Fact
 from commlib.tools.bench.rounds import HIGHEST, LOWEST, Samples, Spread, ratio, spread
 
@@ -103,9 +104,11 @@ def target(
 def show(console: Console, report: Report) -> None:
     """Print the table of ``report`` and its findings."""
     table = Table(title=report.name, caption=Text(report.caption), box=box.SIMPLE_HEAD)
-    for column in report.columns:
+    borders = 3 * len(report.columns) + 1
+    head, *rows = folded((report.columns, *report.rows), console.width - borders)
+    for column in head:
         table.add_column(Text(column), overflow="fold")
-    for row in report.rows:
+    for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
     for finding in report.findings:

@@ -7,7 +7,6 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from commlib.core.calls.call import Call, nothing
-from commlib.core.collectives.broadcast import Broadcast
 from commlib.core.collectives.options import Either, Unwaited, Waited
 from commlib.core.collectives.parts import (
     check_parts,
@@ -19,6 +18,7 @@ from commlib.core.collectives.parts import (
 )
 from commlib.core.dispatch import dispatch, is_plain, launched
 from commlib.core.group import group
+from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
@@ -27,7 +27,7 @@ from commlib.core.work import Work
 Tensor = torch.Tensor
 
 
-class AllGather(Broadcast):
+class AllGather(Ring):
     """The collectives of a ring that copy every rank's tensor to all ranks."""
 
     @overload

@@ -15,10 +15,10 @@ from commlib.core.collectives.parts import (
     joined,
     unshared,
 )
-from commlib.core.collectives.reduce import Reduce
 from commlib.core.collectives.reduction import reduction_of
 from commlib.core.dispatch import dispatch, is_plain, launched
 from commlib.core.group import group
+from commlib.core.ring import Ring
 from commlib.core.stream_mode import MODES, StreamMode
 from commlib.core.validation import check_pair, new_like, shape_mismatch
 from commlib.core.within import Seconds, dispatch_within
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 Given = Tensor | Sequence[Tensor] | None
 
 
-class ReduceScatter(Reduce):
+class ReduceScatter(Ring):
     """The collective of a ring that reduces, a part on each rank."""
 
     @overload

@@ -1,5 +1,6 @@
 """The kinds of outputs of a captured function, with what a replay gives for each."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,11 +46,13 @@ class PartOf:
     stride: tuple[int, ...]
     offset: int  # from that tensor's first element on
     detached: bool
+    no_grad: bool  # it requires grad, but was made where autograd was off
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it of the tensor that this call has there."""
         tensor = tensor.detach() if self.detached else tensor
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+        with torch.no_grad() if self.no_grad else nullcontext():
+            return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
 class Borrowed(NamedTuple):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from commlib.graph.compiled.check import check_graph, check_static
 from commlib.graph.compiled.effects import with_plain_effects
 from commlib.graph.compiled.inductor import compile_region
+from commlib.graph.compiled.live_attributes import follower, has_attributes
+from commlib.graph.compiled.parts import lost_write
 from commlib.graph.compiled.region import Code, Region
 from commlib.graph.compiled.settings import Settings, capture_options
 from commlib.graph.compiled.static_positions import static_positions
@@ -86,13 +89,32 @@ class CompileBackend:
             GraphError: An argument is wrong.
         """
         checked = capture_options(options)
-        check_graph("graph.backend.apply", gm, example_inputs)
+        why = check_graph("graph.backend.apply", gm, example_inputs, runs_graph=True)
         if static_inputs is None:
             static_inputs = static_positions(gm, example_inputs)
         check_static(static_inputs, example_inputs)
-        region = Region(_name_of(gm), checked)
-        run = region.partition(gm, example_inputs, static_inputs, "graph", _as_it_is)
-        region.hold(lambda *args: run([*args]), static_inputs, example_inputs)
+        region = Region(_name_of(gm), checked, runs_graph=True)
+        lost = None if why else lost_write(gm)
+        if lost is not None and lost.always:
+            why = lost.reason
+        if why is not None:
+            region.run_eagerly(gm, why, example_inputs)
+            return region
+
+        def as_it_is(part: GraphModule, values: Sequence[Any], name: str) -> Code:
+            plain = with_plain_effects(part)  # a capture sees its operators
+            region.followers += follower(part, plain) if plain is not part else []
+            return lambda args: plain(*args)
+
+        run = region.partition(gm, example_inputs, static_inputs, "graph", as_it_is)
+
+        def call(*args: Any) -> Any:
+            if lost is not None and _wants_gradients(gm, args):
+                region.note_eager(lost.reason)
+                return gm(*args)
+            return run([*args])
+
+        region.hold(call, static_inputs, example_inputs, gm if has_attributes(gm) else None)
         return region
 
 
@@ -103,10 +125,10 @@ def _is_wrapper(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x)
 
 
-def _as_it_is(gm: GraphModule, values: Sequence[Any], name: str) -> Code:
-    """Return a function that runs the operators of a graph, each of which a capture sees."""
-    plain = with_plain_effects(gm)
-    return lambda args: plain(*args)
+def _wants_gradients(gm: GraphModule, values: Sequence[Any]) -> bool:
+    """Return True if a call of a graph makes a backward."""
+    tensors = (x for x in chain(values, gm.parameters()) if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _name_of(gm: GraphModule) -> str:

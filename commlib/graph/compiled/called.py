@@ -73,7 +73,7 @@ def _sub_graphs(gm: GraphModule, node: Node) -> Iterator[GraphModule]:
     names = [str(x.target) for x in node.all_input_nodes if x.op == "get_attr"]
     if node.op == "call_module":
         names.append(str(node.target))
-    modules = dict(gm.named_modules()) if names else {}
+    modules = dict(gm.named_modules(remove_duplicate=False)) if names else {}
     for name in names:
         if isinstance(part := modules.get(name), GraphModule):
             yield part

@@ -4,18 +4,20 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from commlib.errors import GraphError
+from commlib.graph.compiled.propagation import propagate
 
 
-def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
+def check_graph(what: str, gm: Any, example_inputs: Any, *, runs_graph: bool = False) -> str | None:
     """Raise ``GraphError`` for what is not a graph, or for inputs that are not its own.
 
-    Every node knows what it gives afterwards, so that unsafe ones are found.
+    Every node knows what it gives afterwards, so that unsafe ones are found. Returns why all of it
+    must run eagerly, if the host reads a value inside of a node.
+
+    ``runs_graph``: a graph of Dynamo runs as it is, and its nodes know what they write too.
     """
     if not isinstance(gm, GraphModule):
         raise GraphError(
@@ -35,8 +37,10 @@ def check_graph(what: str, gm: Any, example_inputs: Any) -> None:
         )
     for node, value in zip(nodes, example_inputs, strict=True):
         _check_input(what, node, value)
-    if any("val" not in node.meta and "example_value" not in node.meta for node in nodes):
-        _propagate(what, gm, example_inputs)
+    names = ("val",) if runs_graph else ("val", "example_value")
+    if any(node.meta.keys().isdisjoint(names) for node in nodes):
+        return _propagate(what, gm, example_inputs)
+    return None
 
 
 def check_static(static: Any, example_inputs: Sequence[Any]) -> None:
@@ -80,18 +84,22 @@ def _text(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype} on {x.device.type}"
 
 
-def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Note at each node what it gives, from fakes of the inputs."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
-
-    mode = detect_fake_mode(example_inputs) or FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=ShapeEnv()
+def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """Note at each node what it gives and writes, unless that depends on a value."""
+    from torch.fx.experimental.symbolic_shapes import (  # loads sympy
+        GuardOnDataDependentSymNode,
     )
-    fakes = [
-        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
-        for x in example_inputs
-    ]
+
     try:
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
+        propagate(gm, example_inputs)
+    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        return f"the host reads a value: {_headline(error)}"
     except Exception as error:
+        if any("example_value" in node.meta for node in gm.graph.nodes):  # Dynamo has run it
+            return f"what it writes is unknown: {_headline(error)}"
         raise GraphError(f"{what}: the graph can't run on these example inputs: {error}") from error
+    return None
+
+
+def _headline(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

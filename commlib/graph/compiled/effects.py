@@ -18,7 +18,7 @@ def with_plain_effects(gm: GraphModule) -> GraphModule:
     """
     if not _effects(gm):
         return gm
-    copied = _copied(gm)
+    copied = copy_of_graph(gm)
     for node in _effects(copied):
         node.target = _called
     copied.recompile()
@@ -39,7 +39,7 @@ def with_own_tokens(
     effects = _effects(gm)
     if not effects or any(_is_input(node.args[0]) for node in effects):
         return gm, numbers(gm)
-    copied = _copied(gm)
+    copied = copy_of_graph(gm)
     number = numbers(copied)
     _sink_early(copied.graph, number)
     for node in _effects(copied):
@@ -78,7 +78,8 @@ def _effects(gm: GraphModule) -> list[Node]:
     return list(gm.graph.find_nodes(op="call_function", target=with_effects))
 
 
-def _copied(gm: GraphModule) -> GraphModule:
+def copy_of_graph(gm: GraphModule) -> GraphModule:
+    """Return a graph with the same nodes, which may be changed."""
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     copied = GraphModule(gm, graph)

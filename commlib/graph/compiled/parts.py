@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from commlib.graph.compiled.effects import with_own_tokens
+from commlib.graph.compiled.effects import copy_of_graph, with_own_tokens
 from commlib.graph.compiled.part_symbols import give_symbols
+from commlib.graph.compiled.sharing import Lost, find_lost_write
 from commlib.graph.compiled.unsafe import unsafe_nodes
 
 _FREE = ("placeholder", "get_attr", "output")  # they belong to no part
@@ -39,6 +40,12 @@ def reasons(gm: GraphModule) -> list[str]:
     return [*dict.fromkeys(unsafe_nodes(gm).values())]
 
 
+def lost_write(gm: GraphModule) -> Lost | None:
+    """Return a write across cuts that replays would lose, if there is one."""
+    unsafe = unsafe_nodes(gm)
+    return find_lost_write(gm, _numbers(gm, unsafe), unsafe) if unsafe else None
+
+
 def split(gm: GraphModule) -> tuple[GraphModule, list[Part]]:
     """Return a graph cut at its unsafe nodes, and its parts in order.
 
@@ -46,6 +53,7 @@ def split(gm: GraphModule) -> tuple[GraphModule, list[Part]]:
     """
     from torch.fx.passes.split_module import split_module  # not needed by other programs
 
+    gm = _with_returned_attributes(gm)
     gm, number = with_own_tokens(gm, lambda one: _numbers(one, unsafe_nodes(one)))
     unsafe = unsafe_nodes(gm)
     split_gm = split_module(gm, None, number.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
@@ -77,6 +85,27 @@ class _Run(torch.nn.Module):
         """Run it."""
         outputs = self._run([*args])
         return outputs[0] if self._is_single else outputs
+
+
+def _with_returned_attributes(gm: GraphModule) -> GraphModule:
+    """Return a graph whose parts return the attributes that it returns; torch splits no other."""
+    (output,) = gm.graph.find_nodes(op="output")
+    if not any(node.op == "get_attr" for node in output.all_input_nodes):
+        return gm
+    gm = copy_of_graph(gm)
+    (output,) = gm.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if node.op == "get_attr":
+            with gm.graph.inserting_before(output):
+                result = gm.graph.call_function(_itself, (node,))
+            result.meta = dict(node.meta)
+            output.replace_input_with(node, result)
+    gm.recompile()
+    return gm
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _numbers(gm: GraphModule, unsafe: dict[Node, str]) -> dict[Node, int]:

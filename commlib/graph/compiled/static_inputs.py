@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class StaticInputs:
         examples: Sequence[Any],
         name: str,
         options: Options,
+        module: torch.nn.Module | None = None,
     ) -> None:
         """Store the function.
 
@@ -42,7 +44,9 @@ class StaticInputs:
             examples: Examples of all inputs.
             name: What it is called in reports.
             options: How it is captured.
+            module: A module whose parameters, buffers and parts the function uses, if any.
         """
+        self._module = module
         self._fn, self._name, self._options = fn, name, options
         tensors = {i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)}
         stay = tensors.intersection(static)
@@ -89,7 +93,7 @@ class StaticInputs:
                 self._name,
             )
         fn = _WithStatic(self._fn, self._name, static, self._static, self._others)
-        self._sets[key] = CapturedFunction(fn, self._options)
+        self._sets[key] = CapturedFunction(_around(fn, self._module), self._options)
         self._most = max(self._most, len(self._sets))
         return self._sets[key]
 
@@ -148,8 +152,8 @@ class _WithStatic:
         now = [reference() for reference in self._static]
         return self.gone or [_address(x) for x in now if x is not None] != self._addresses
 
-    def __call__(self, *args: Any) -> Any:
-        """Call the function with all inputs."""
+    def __call__(self, *args: Any, module: torch.nn.Module | None = None) -> Any:
+        """Call the function with all inputs; ``module`` is what it uses in addition."""
         values: list[Any] = [None] * (len(self._places) + len(self._others))
         for i, reference in zip(self._places, self._static, strict=True):
             values[i] = reference()
@@ -158,8 +162,18 @@ class _WithStatic:
         return self._fn(*values)
 
 
+def _around(fn: _WithStatic, module: torch.nn.Module | None) -> Callable[..., Any]:
+    """Return a function through which a capture reaches a module and watches its changes."""
+    if module is None:
+        return fn
+    result = partial(fn, module=module)
+    vars(result).update(__name__=fn.__name__, __qualname__=fn.__qualname__)
+    return result
+
+
 def _with_static(captured: CapturedFunction[..., Any]) -> _WithStatic:
     fn: Any = captured.fn
+    fn = fn.func if isinstance(fn, partial) else fn
     assert isinstance(fn, _WithStatic)
     return fn
 

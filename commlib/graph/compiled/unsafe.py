@@ -13,7 +13,8 @@ from commlib.graph.operators.unsupported import sync_reason
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _NUMBERS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 _BRANCHES = ("cond", "while_loop", "while_loop_stack_output", "map_impl", "scan")
-_HOST_RANDOM = ("run_and_save_rng_state", "run_with_rng_state")  # set a generator's state
+# They set a generator's state.
+_HOST_RANDOM = ("run_and_save_rng_state", "run_with_rng_state", "run_dtensor_rng_op")
 _HOST_CODE = ("print", "call_torchbind", "invoke_leaf_function")
 _HOST = {  # operators without a schema
     **{kind: f"{kind} is steered by the host" for kind in (*_BRANCHES, *_HOST_RANDOM)},

@@ -69,7 +69,7 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions along which a tensor repeats its elements, as ``expand`` makes them."""
-    strides = tensor.stride()
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
     if 0 not in strides:
         return ()
     places = enumerate(zip(tensor.size(), strides, strict=True))

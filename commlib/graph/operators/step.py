@@ -10,6 +10,7 @@ import torch
 from commlib.core.observers import Seen
 from commlib.core.work import Work
 from commlib.errors import GraphError
+from commlib.graph.operators.layout import expanded_dims, fill
 
 _NESTS = (tuple, list, dict)
 # ``mode_of(FAKE)`` is set where operators compute shapes and no values.
@@ -66,7 +67,8 @@ class Step(NamedTuple):
     def end(self, result: Any) -> None:
         """Wait for a collective, and copy the result to the recorded memory.
 
-        Raises ``GraphError`` for a result of another shape than at the capture.
+        Raises ``GraphError`` for a result of another shape than at the capture, and for one with
+        separate elements where that one had one element several times.
         """
         if isinstance(result, Work):
             result.wait()
@@ -77,7 +79,10 @@ class Step(NamedTuple):
             for position, tensor in self.made:
                 if leaves[position].shape != tensor.shape:
                     raise _other_shape(self.call, leaves[position], tensor)
-                tensor.copy_(leaves[position])
+                if 0 in tensor.stride():
+                    _fill(self.call, tensor, leaves[position])
+                else:
+                    tensor.copy_(leaves[position])
 
 
 def leaves_in(tree: Any) -> list[Any]:
@@ -136,6 +141,17 @@ def as_they_are(tree: Any, made: Container[int]) -> Any:
     One that comes twice comes twice again: attention is another kernel where key and value are one.
     """
     return map_tensors(cache(partial(as_it_is, made=made)), tree) if tree else tree
+
+
+def _fill(call: Callable[..., Any], tensor: torch.Tensor, result: torch.Tensor) -> None:
+    """Copy a result to recorded memory that has each repeated element once."""
+    if not {*expanded_dims(tensor)} <= {*expanded_dims(result)}:
+        raise GraphError(
+            f"{call} has returned a tensor of strides {result.stride()} in a replay, and one of "
+            f"strides {tensor.stride()}, which repeats elements, at the capture; return a copy of "
+            f"it (contiguous()), or mark the part with commlib.graph.eager"
+        )
+    fill(tensor, result)
 
 
 def _other_shape(call: Callable[..., Any], now: torch.Tensor, was: torch.Tensor) -> GraphError:

@@ -10,7 +10,7 @@ from commlib.core.memory import Span, span
 from commlib.errors import GraphError
 from commlib.graph.calls.cache_key import Arguments, of_tensor
 from commlib.graph.calls.leaves import Tensors
-from commlib.graph.operators.layout import copy_of, elements, in_memory, is_packed
+from commlib.graph.operators.layout import copy_of, elements, fill, in_memory, is_packed
 from commlib.graph.operators.overlap import overlaps
 from commlib.graph.operators.unsupported import check_unreadable
 from commlib.graph.recording.eager_parts import EagerSegment
@@ -104,7 +104,7 @@ class Inputs:
         for i in {*self.touched.written, *self._written_by_parts}:
             if i in self.copies:
                 with torch.no_grad():
-                    tensors[i].copy_(self.copies[i])
+                    fill(tensors[i], self.copies[i])
 
     @contextmanager
     def noting_writes(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from commlib.core import observers
 from commlib.core.memory import span
 from commlib.core.tensors import parts
 from commlib.errors import GraphError
+from commlib.graph.operators.layout import fill
 from commlib.graph.operators.schema import memory
 from commlib.graph.python.iterators import Positions
 from commlib.graph.python.python_state import PythonState
@@ -193,7 +194,7 @@ class DonePart:
         pairs += [(leaf.grad, grad, content) for leaf, grad, content in self._grads]
         for now, then, content in pairs:
             if isinstance(now, torch.Tensor) and now is not then:
-                now.copy_(content)
+                fill(now, content)
         copies, spec = tree_flatten(self._copies)
         passed = [self._passed_on(x, args, made=made) for x, made in self._leaves]
         leaves = [y if x is None else x for x, y in zip(passed, copies, strict=True)]

@@ -149,7 +149,7 @@ __device__ inline Role role(const Call& call) {
     if (block == 0) return {false, 0};
     if (i < 0) return {true, block - 1};
     const int pushers = call.pushers - 1, all = gridDim.x - 1 - call.size;
-    const bool few = 4 * pushers <= all;
+    const bool few = 3 * pushers <= all;
     const auto takers = [&](int before) {
         return few ? max(0, before - pushers) : before * (all - pushers) / all;
     };

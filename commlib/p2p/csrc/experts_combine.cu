@@ -10,6 +10,7 @@ constexpr int kAhead = 2;  // rows that are on their way at the same time
 constexpr int kLines = 4;  // of `sources` that a thread looks at at a time
 constexpr int kFew = 4096;  // rows of which every block looks at all
 constexpr int kGroup = 8;  // sums that a block prepares together
+constexpr int kNoLast = 0x7fffffff;  // no pass is known to be the last one
 
 struct Source {  // a line of `sources`
     int rank, token, choice, link;
@@ -203,14 +204,15 @@ __device__ bool push_share(const Call& call, const State& state, int pass, int s
 template <class T>
 __device__ bool push(const Call& call, const State& state, int item) {
     __shared__ int next;
+    int most = kNoLast;  // the last pass of the call, where this block has looked at all rows
     for (;; item = next) {
         const int pass = item / call.pushers, share = item % call.pushers;
         int last;
-        bool exists = true;
-        if (pass && !await_passes(call, state, pass, exists)) return false;
+        bool exists = pass <= most;
+        if (exists && pass && !await_passes(call, state, pass, exists)) return false;
         if (!exists) return true;
         if (!push_share<T>(call, state, pass, share, last)) return false;
-        if (!last && has_few_rows(call)) return true;  // nobody waits for this share
+        if (has_few_rows(call)) most = max(pass, last);
         finish_share(call, last);
         if (claims()) next = claim(call, kToPush);
         __syncthreads();

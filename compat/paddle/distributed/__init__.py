@@ -110,6 +110,12 @@ __all__ = [
     "wait",
 ]
 
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 import_paths.install()
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
