@@ -3,10 +3,9 @@
 import copy
 import gc
 import io
-import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -300,77 +299,6 @@ def test_outputs_that_repeat_elements(comm: Any) -> None:
                 (grad,) = torch.autograd.grad(actual.square().sum(), weight)
                 (other,) = torch.autograd.grad(want.square().sum(), weight)
                 assert_bits_equal(grad, other, f"gradient of call {turn}")
-
-
-def _chain(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * weight
-    flat = y.view(-1)
-    return y, flat, flat[2:5]
-
-
-def _of_one_base(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * weight
-    return y.view(9), y.t(), y.diagonal()
-
-
-def _with_gaps(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * weight
-    return y, y[::2, ::2], y.detach()[1:]
-
-
-def _twice(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * weight
-    y.view(9).mul_(2)
-    flat = y.view(9)
-    return y, flat, flat
-
-
-def _without_history(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * weight
-    with torch.no_grad():
-        flat = y.view(9)
-    return y, flat, y[0]
-
-
-def _written_to(
-    outs: Sequence[torch.Tensor], weight: torch.Tensor, target: int
-) -> list[torch.Tensor]:
-    """Return the outputs after a write to one, and the gradient of the weight from before it."""
-    losses = [out.square().sum() * (i + 1) for i, out in enumerate(outs) if out.requires_grad]
-    grads = torch.autograd.grad(sum(losses), [weight]) if weight.requires_grad else []
-    outs[target].detach().mul_(10)
-    return [*grads, *(out.detach().clone() for out in outs)]
-
-
-@pytest.mark.parametrize("fn", [_chain, _of_one_base, _with_gaps, _twice, _without_history])
-@runs_on("unified_ranks")
-def test_outputs_that_share_memory(comm: Any, fn: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-    """A write to an output is seen in views of its memory, in whichever order they are returned."""
-    kinds: tuple[Literal["borrow", "copy"], ...] = ("borrow", "copy")
-    for requires_grad, outputs in itertools.product((True, False), kinds):
-        weight = (
-            torch.arange(1.0, 10.0, device=comm.device).view(3, 3).requires_grad_(requires_grad)
-        )
-        for order in itertools.permutations(range(3)):
-
-            def ordered(
-                x: torch.Tensor, weight: torch.Tensor = weight, order: Any = order
-            ) -> list[torch.Tensor]:
-                results = fn(x, weight)
-                return [results[i] for i in order]
-
-            captured = graph.capture(ordered, outputs=outputs, verify=False)
-            for target in (0, 0, 1, 2):
-                x = torch.full((3, 3), target + 1.0, device=comm.device)
-                actual, want = captured(x), ordered(x)
-                pairs = zip(
-                    _written_to(actual, weight, target),
-                    _written_to(want, weight, target),
-                    strict=True,
-                )
-                for number, (one, other) in enumerate(pairs):
-                    text = f"{number} in order {order}, {outputs}, after a write to {target}"
-                    assert_bits_equal(one, other, text)
 
 
 @torch.library.custom_op("graph_outputs_tests::first_column", mutates_args=())

@@ -47,6 +47,7 @@ class PartOf:
     offset: int  # from that tensor's first element on
     detached: bool
     no_grad: bool  # it requires grad, but was made where autograd was off
+    number: int  # of its node in the order of autograd, which adds up gradients in that order
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it of the tensor that this call has there."""

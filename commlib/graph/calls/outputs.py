@@ -93,7 +93,8 @@ class Outputs:
             else:
                 self._kinds.append(_kind(leaf, given, own, lasting))
         self._borrowed = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
-        self._parts = [(i, kind) for i, kind in enumerate(self._kinds) if isinstance(kind, PartOf)]
+        parts = ((i, kind) for i, kind in enumerate(self._kinds) if isinstance(kind, PartOf))
+        self._parts = sorted(parts, key=lambda part: part[1].number)  # each after what it is of
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
         self._leaves = [i for i in self._borrowed if cast(Borrowed, self._kinds[i]).leaf]
         made = {i: kind.value for i, kind in enumerate(self._kinds) if isinstance(kind, Made)}
@@ -234,15 +235,24 @@ def source_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
 
 
 def is_plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return True if ``as_strided`` of ``source`` can stand for a tensor in its memory."""
+    """Return True if ``as_strided`` of ``source`` can stand for a tensor in its memory.
+
+    ``as_strided`` of a view is another function: its gradient is none where the view has gaps.
+    """
     same = leaf.dtype == source.dtype
     same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
-    node, end = leaf.grad_fn, source.grad_fn
-    while same and node not in (None, end) and type(node).__name__ != "AccumulateGrad":
+    node: Any = leaf.grad_fn
+    end = source.grad_fn
+    while same and not _is_end(node, end):
         name = type(node).__name__.partition("Backward")[0]
         same = name in _VIEWS and len(node.next_functions) == 1
         node = node.next_functions[0][0]
+        same = same and (name != "AsStrided" or _is_end(node, end))
     return same
+
+
+def _is_end(node: Any, end: Any) -> bool:
+    return node in (None, end) or type(node).__name__ == "AccumulateGrad"
 
 
 def standing(

@@ -1,6 +1,6 @@
 """Tensors of a result that are views of others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[in
     """Return, by identity, those leaves of a result that are plain views of another one.
 
     Copies of both would have separate memory: a write to one would not reach the other. Views of
-    arguments, which are in ``given``, are left out.
+    arguments, which are in ``given``, are left out. Two with gradients, of which neither is made of
+    the other, stay copies: gradients of each go to a tensor that is not returned.
     """
     sharing = dict[int, list[int]]()  # places by memory; what is returned twice has one
     seen = set[int]()
@@ -24,56 +25,94 @@ def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[in
     views = dict[int, PartOf]()
     for places in sharing.values():
         if len(places) > 1 and source_of(leaves[places[0]], given) is None:
-            wholes: list[int] = []
-            for i in _wholes_first({i: leaves[i] for i in places}):
-                part = _part_of(leaves[i], {j: leaves[j] for j in wholes})
-                if part is None:
-                    wholes.append(i)
-                else:
-                    views[id(leaves[i])] = part
+            tensors = {i: leaves[i] for i in places}
+            views |= {id(tensors[i]): part for i, part in _parts(tensors).items()}
     return views
 
 
-def _wholes_first(sharing: dict[int, torch.Tensor]) -> list[int]:
+def _parts(tensors: dict[int, torch.Tensor]) -> dict[int, PartOf]:
+    """Return which tensors in one memory are views of which other ones."""
+    wholes, parts = dict[int, torch.Tensor](), dict[int, PartOf]()
+    for i in _wholes_first(tensors):
+        part = _part_of(tensors[i], tensors, wholes)
+        if part is None:
+            wholes[i] = tensors[i]
+        else:
+            parts[i] = part
+    return parts
+
+
+def _wholes_first(tensors: dict[int, torch.Tensor]) -> list[int]:
     """Return the places of tensors in one memory, those that others can be a part of first.
 
-    A tensor without a history is a part of one with a history, and a view a part of its base. A
-    tensor with gaps has no parts.
+    A tensor whose gradient goes nowhere is a part of one whose gradient does. A view comes after
+    its base, and what is made of a tensor after that tensor. A tensor with gaps has no parts.
     """
-    ids = {id(x) for x in sharing.values()}
+    ids = {id(x) for x in tensors.values()}
 
-    def rank(i: int) -> tuple[bool, bool, int, bool, int]:
-        x = sharing[i]
-        return x.grad_fn is None, not is_dense(x), -span(x), id(x._base) in ids, i
+    def rank(i: int) -> tuple[bool, bool, int, bool, int, int]:
+        x = tensors[i]
+        is_dead = not x.requires_grad or _ends_nowhere(x)
+        return is_dead, not is_dense(x), -span(x), id(x._base) in ids, _number(x), i
 
-    return sorted(sharing, key=rank)
+    return sorted(tensors, key=rank)
 
 
-def _part_of(leaf: torch.Tensor, wholes: dict[int, torch.Tensor]) -> PartOf | None:
-    """Return a tensor as a view of the first one that it can be a view of, if any.
+def _part_of(
+    leaf: torch.Tensor, tensors: dict[int, torch.Tensor], wholes: dict[int, torch.Tensor]
+) -> PartOf | None:
+    """Return a tensor as a view of another one, if it can be.
 
-    With gradients that is its base or another view of that; without, what has all of its memory.
+    With gradients that is the nearest one from which autograd has made it; without, the first of
+    ``wholes`` that has all of its memory.
     """
-    start, end = leaf.storage_offset(), leaf.storage_offset() + span(leaf)
-    for i, x in wholes.items():
-        first, last = x.storage_offset(), x.storage_offset() + span(x)
-        covers = first <= start and end <= last and is_dense(x)
-        made_here = x.grad_fn is not None or not x.requires_grad
-        if covers and made_here and _can_be_made_of(leaf, x):
+    no_grad = leaf.requires_grad and _ends_nowhere(leaf)
+    flows = leaf.requires_grad and not no_grad
+    for i, x in _sources(leaf, tensors) if flows else wholes.items():
+        made_here = x.grad_fn is not None or not (x.requires_grad or no_grad)
+        if made_here and _covers(x, leaf) and is_plain_view(leaf, x):
+            offset = int(leaf.storage_offset() - x.storage_offset())
             detached = x.requires_grad and not leaf.requires_grad
-            no_grad = leaf.requires_grad and leaf.grad_fn is None
-            return PartOf(i, leaf.size(), leaf.stride(), int(start - first), detached, no_grad)
+            number = _number(leaf) if flows else 0
+            return PartOf(i, leaf.size(), leaf.stride(), offset, detached, no_grad, number)
     return None
 
 
-def _can_be_made_of(leaf: torch.Tensor, x: torch.Tensor) -> bool:
-    """Return True if the gradient of ``leaf`` may flow through ``x``, in the memory of both."""
-    base = leaf._base
-    if not leaf.requires_grad or x is base:
-        return is_plain_view(leaf, x)
-    if base is None or x._base is not base or base.grad_fn is None:
+def _sources(
+    leaf: torch.Tensor, tensors: dict[int, torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the tensors to which the gradient of ``leaf`` flows, the nearest first."""
+    by_node = {x.grad_fn: i for i, x in tensors.items() if x is not leaf and x.grad_fn is not None}
+    for node in _history(leaf):
+        if node in by_node:
+            yield by_node[node], tensors[by_node[node]]
+
+
+def _history(x: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes through which the gradient of ``x`` flows, up to one with more inputs."""
+    node = x.grad_fn
+    while node is not None:
+        yield node
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+
+
+def _ends_nowhere(x: torch.Tensor) -> bool:
+    """Return True for a view that requires grad, but was made where autograd was off."""
+    if not x.requires_grad or x._base is None:
         return False
-    return is_plain_view(leaf, base) and is_plain_view(x, base)
+    nodes = [*_history(x)]
+    return not nodes or [source for source, _ in nodes[-1].next_functions] == [None]
+
+
+def _covers(x: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Return True if a tensor has each element that another one has in the same memory."""
+    start, first = leaf.storage_offset(), x.storage_offset()
+    return bool(is_dense(x) and first <= start and start + span(leaf) <= first + span(x))
+
+
+def _number(x: torch.Tensor) -> int:
+    """Return the place of a tensor's node in the order of autograd."""
+    return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()
 
 
 def span(x: torch.Tensor) -> int:
