@@ -11,7 +11,8 @@ from torch._dynamo.exc import TorchRuntimeError
 
 from commlib import graph, ops
 from commlib.errors import ArgumentError, CapacityError, DeviceError, DtypeError, ShapeError
-from commlib.ops.expert_parallel.counted_rows import enough_for_tables, sendable
+from commlib.ops.expert_parallel.counted_rows import sendable
+from commlib.ops.expert_parallel.memory import enough_memory, tables_needed
 from tests.support.checks import (
     assert_bits_equal,
     assert_equal,
@@ -252,5 +253,24 @@ def test_tables_without_memory(comm: Any) -> None:
     for back, name, rows in ((False, "global_scatter", 9), (True, "global_gather", 7)):
         words = "on ring 0", f"the tables of capacity={rows} can't be allocated on {comm.device}"
         refused = raises(ArgumentError, name, *words, "pass a smaller capacity")
-        with refused, enough_for_tables(comm, 7, 9, back):
+        with refused, enough_memory(comm, partial(tables_needed, comm, rows, back)):
             torch.empty(2**60, dtype=torch.uint8, device=comm.device)
+        with raises(RuntimeError, "size of tensor"), enough_memory(comm, error_of_tables):
+            torch.ones(2, device=comm.device) + torch.ones(3, device=comm.device)
+
+
+def error_of_tables() -> Any:
+    raise AssertionError("no memory is missing")
+
+
+@runs_on("ranks")
+def test_rows_without_memory(comm: Any) -> None:
+    """The error names the program's call and its capacity, and the ring stays usable."""
+    x = torch.ones((6, 1), device=comm.device).expand(-1, 2**15)
+    mine, capacity = own_counts(comm, KNOWN, comm.device), 2**22
+    for call, name in ((ops.global_scatter, "global_scatter"), (ops.global_gather, "global_gath")):
+        words = f"capacity={capacity} needs", f"bytes on {comm.device}", "for rows of width 32768"
+        with raises(ArgumentError, name, *words, "largest number of rows that a rank gets"):
+            call(x, **mine, capacity=capacity)
+        reported(comm)
+    both_ways(comm, KNOWN, torch.float32)

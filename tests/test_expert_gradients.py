@@ -222,7 +222,7 @@ def test_opcheck(comm: Any) -> None:
         ids = made["expert_ids"], made["weights"], None
         check(operators.expert_dispatch.default, (one, *ids, *numbers, False, False, True))
     handle = ops.expert_dispatch(x, **made).handle
-    rest = *handle[:4], None, *numbers, True, True
+    rest = *handle[:4], None, *numbers, True, True, False
     y = sample(1, (routing.local, routing.capacity, 3), torch.float32).to(comm.device)
     for one in (y, y.clone().requires_grad_()):
         check(operators.expert_combine.default, (one, handle.weights, *rest))

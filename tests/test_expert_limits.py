@@ -25,6 +25,20 @@ def test_a_capacity_without_memory(comm: Any) -> None:
     ops.expert_dispatch(**tensors(comm))
 
 
+@runs_on("ranks")
+def test_a_result_without_memory(comm: Any) -> None:
+    """The sums of many tokens are tried before the exchange too; the error says whose they are."""
+    sent = ops.expert_dispatch(**tensors(comm))
+    positions = sent.handle.positions[:1].expand(2**40, -1)
+    handle = sent.handle._replace(positions=positions, expert_ids=positions)
+    before = calls(comm)
+    words = "expert_combine on ring 0", "the result of 1099511627776 tokens needs", "rows of width"
+    with raises(ArgumentError, *words, "pass fewer tokens to expert_dispatch"):
+        ops.expert_combine(sent.rows, handle)
+    assert_equal(calls(comm), before, "calls launched by a refused one")
+    ops.expert_combine(sent.rows, sent.handle)
+
+
 @runs_on("cpu_ranks")
 def test_a_gradient_on_one_rank(comm: Any) -> None:
     """A rank that goes back alone says that the others have no gradient."""

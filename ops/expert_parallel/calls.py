@@ -1,5 +1,6 @@
 """One call of the expert exchange: by a kernel where the ring has one, else in the plain form."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from commlib.core.context import CommContext
 from commlib.core.tensors import dense_copy, is_dense
 from commlib.ops.expert_parallel import plain_experts
 from commlib.ops.expert_parallel.agreement import check_spec
-from commlib.ops.expert_parallel.checks import enough_memory
+from commlib.ops.expert_parallel.memory import enough_memory, result_needed, rows_needed
 from commlib.p2p.experts.tables import (
     FLOAT8,
     GROUP,
@@ -32,7 +33,7 @@ def dispatch(
             return plain_experts.dispatch(ring, x, choices, spec, use_calc_stream)
         _check_all(ring, "expert_dispatch", spec, choices.active)
         choices = Choices(*map(_dense, choices))
-        with enough_memory(ring, "expert_dispatch", spec, 1):
+        with enough_memory(ring, partial(rows_needed, ring, spec, 1)):
             rows, scales, tables, counts = outputs(x, choices.ids, spec, ring.size)
         args = (scales if spec.quantize else None, choices, tables, counts, spec)
         ring._expert_call("expert_dispatch", kernels.dispatch, rows, x, args, use_calc_stream)
@@ -75,7 +76,7 @@ def scatter(
             return plain_experts.scatter(ring, x, tables, active, spec, use_calc_stream)
         _check_all(ring, "expert_scatter", spec, active)
         local = local_experts(spec.num_experts, ring.size)
-        with enough_memory(ring, "expert_scatter", spec, 1):
+        with enough_memory(ring, partial(rows_needed, ring, spec, 1)):
             rows = x.new_empty((local, spec.capacity, spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_scatter", kernels.scatter, rows, x, args, use_calc_stream)
@@ -96,7 +97,9 @@ def combine(
         if kernels is None:
             return plain_experts.combine(ring, y, tables, active, spec, use_calc_stream)
         _check_all(ring, "expert_combine", spec, active)
-        out = y.new_empty((len(tables.positions), spec.width))
+        tokens = len(tables.positions)
+        with enough_memory(ring, partial(result_needed, ring, spec, tokens)):
+            out = y.new_empty((tokens, spec.width))
         args = ExpertTables(*map(_dense, tables)), _dense(active), spec
         ring._expert_call("expert_combine", kernels.combine, out, y, args, use_calc_stream)
     return out

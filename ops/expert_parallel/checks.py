@@ -1,7 +1,5 @@
 """Argument checks of ``expert_dispatch`` and ``expert_combine``, before anything is launched."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from commlib.p2p.experts.tables import GROUP, Choices, ExpertSpec, local_experts
 Tensor = torch.Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_LARGE = 1 << 30  # bytes from which on memory is tried before an exchange
 _ON_OVERFLOW = ("error", "drop")
 _MOST_ROWS = 2**30 - 1  # a link has 31 bits: 1 + a row, and one for the first row
 
@@ -107,34 +104,6 @@ def check_rows(prefix: str, capacity: int, experts: int) -> None:
             f"{prefix}: capacity={capacity} makes {rows} rows on a rank; expected at most "
             f"{_MOST_ROWS}; pass a smaller capacity"
         )
-
-
-@contextmanager
-def enough_memory(
-    ring: CommContext, collective: str, spec: ExpertSpec, copies: int
-) -> Iterator[None]:
-    """Raise ``ArgumentError`` if memory inside can't be allocated: ``copies`` of a rank's rows."""
-    try:
-        yield
-    except RuntimeError as error:  # of torch's allocators
-        local, capacity = local_experts(spec.num_experts, ring.size), spec.capacity
-        needed = local * capacity * spec.width * spec.dtype.itemsize * copies
-        raise ArgumentError(
-            f"{ring._describe(collective)}: capacity={capacity} needs {needed} bytes on "
-            f"{ring.device} for the rows of {local} experts with width {spec.width}, which can't "
-            f"be allocated; pass a smaller capacity, such as the largest number of rows that an "
-            f"expert gets"
-        ) from error
-
-
-def check_memory(ring: CommContext, collective: str, spec: ExpertSpec) -> None:
-    """Raise unless there is memory for the plain exchange: each rank's rows, sent and received."""
-    copies = 2 * ring.size
-    rows = local_experts(spec.num_experts, ring.size) * spec.capacity
-    needed = rows * spec.width * spec.dtype.itemsize * copies
-    if needed >= _LARGE:
-        with enough_memory(ring, collective, spec, copies):
-            torch.empty(needed, dtype=torch.uint8, device=ring.device)
 
 
 def _check_active(ring: CommContext, collective: str, active: Tensor | None) -> None:

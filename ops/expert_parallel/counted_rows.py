@@ -4,8 +4,6 @@ Every rank counts as one expert with ``capacity`` rows: the counts of all ranks 
 is, and the kernels of the expert exchange move it there.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +19,7 @@ from commlib.ops.expert_parallel import moves
 from commlib.ops.expert_parallel.agreement import CAPACITY, Number, check_once
 from commlib.ops.expert_parallel.checks import FLOATS, check_rows
 from commlib.ops.expert_parallel.ids import check_number
+from commlib.ops.expert_parallel.memory import enough_memory, tables_needed
 from commlib.ops.expert_parallel.moves import Move
 from commlib.ops.expert_parallel.plain_exchange import PlainExchange
 from commlib.ops.expert_parallel.row_counts import COLLECTIVES, check_counts, counts_error
@@ -55,7 +54,9 @@ def counted(
     outputs = call(local_count, global_count, ring_id, size, own_rows, most, use_calc_stream, back)
     tables = outputs[0], outputs[1], outputs[2], outputs[3]
     experts = size  # every rank is one
-    move = Move(*tables, None, ring_id, size, experts, most, use_calc_stream, weighted=False)
+    move = Move(
+        *tables, None, ring_id, size, experts, most, use_calc_stream, weighted=False, counted=True
+    )
     registered = registered or (torch.is_grad_enabled() and x.requires_grad)
     if back:
         call = moves.sums if registered else moves.combined
@@ -123,7 +124,8 @@ def _run(
         report = _found(limits, sent, expected, table, capacity)
         describe = partial(_describe, COLLECTIVES[back])
         ring._device_reports.note(COLLECTIVES[back], report, describe)
-    with enough_for_tables(ring, own_rows, capacity, back):
+    most = own_rows if back else capacity
+    with enough_memory(ring, partial(tables_needed, ring, most, back)):
         sent_rows = _send_tables(table, ring.rank, own_rows, capacity)
         return sent_rows + _take_tables(table, ring.rank, capacity)
 
@@ -131,23 +133,6 @@ def _run(
 def _check_capacity(ring: CommContext, own_rows: int, capacity: int, back: bool) -> None:
     """Raise for more rows than those of an ``expert_dispatch`` may be."""
     check_rows(ring._describe(COLLECTIVES[back]), own_rows if back else capacity, 1)
-
-
-@contextmanager
-def enough_for_tables(
-    ring: CommContext, own_rows: int, capacity: int, back: bool
-) -> Iterator[None]:
-    """Raise ``ArgumentError`` if the tables inside can't be allocated."""
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:  # of torch's allocators
-        raise ArgumentError(
-            f"{ring._describe(COLLECTIVES[back])}: the tables of capacity="
-            f"{own_rows if back else capacity} can't be allocated on {ring.device}; pass a smaller "
-            f"capacity, such as the largest number of rows that a rank gets"
-        ) from error
 
 
 def _check_numbers(ring: CommContext, count: int, capacity: int, back: bool) -> None:

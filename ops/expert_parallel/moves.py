@@ -30,6 +30,7 @@ class Move(NamedTuple):
         num_experts, capacity: As given to the dispatch.
         use_calc_stream: See ``CommContext``.
         weighted: Rows are multiplied with ``row_weights``.
+        counted: Of ``global_scatter`` or ``global_gather``.
     """
 
     expert_ids: Tensor
@@ -43,6 +44,7 @@ class Move(NamedTuple):
     capacity: int
     use_calc_stream: bool
     weighted: bool
+    counted: bool = False
 
     @property
     def tables(self) -> ExpertTables:
@@ -52,7 +54,9 @@ class Move(NamedTuple):
     def spec(self, dtype: torch.dtype, width: int) -> ExpertSpec:
         """Return the numbers of the call that moves rows of so many elements."""
         numbers = self.num_experts, self.capacity, self.positions.shape[1]
-        return ExpertSpec(*numbers, dtype, width, weighted=self.weighted)
+        return ExpertSpec(
+            *numbers, dtype, width, weighted=self.weighted, counted=self.counted
+        )
 
     def save(self, ctx: Any, *more: Tensor | None) -> None:
         """Keep the move for the backward, and more tensors."""
@@ -77,7 +81,7 @@ def saved_with_more(ctx: Any) -> tuple[Move, tuple[Tensor | None, ...]]:
 SCHEMA = (
     "Tensor expert_ids, Tensor positions, Tensor sources, Tensor row_weights, Tensor? active,"
     " int ring_id, int size, int num_experts, int capacity, bool use_calc_stream,"
-    " bool weighted"
+    " bool weighted, bool counted"
 )
 
 

@@ -3,13 +3,15 @@
 It defines the results. The kernels of ``commlib.p2p`` give the same bits.
 """
 
+from functools import partial
+
 import torch
 
 from commlib.core.context import CommContext
 from commlib.core.observers import unwatched
 from commlib.ops.expert_parallel.agreement import check_spec
-from commlib.ops.expert_parallel.checks import check_memory
 from commlib.ops.expert_parallel.dispatch_reports import describe_overflow, overflow_of
+from commlib.ops.expert_parallel.memory import check_memory, enough_memory, result_needed
 from commlib.ops.expert_parallel.plain_exchange import (
     PlainExchange,
     packed,
@@ -38,7 +40,7 @@ def dispatch(
     """Return rows, scales (of width 0 unless rows are quantized), tables and counts."""
     exchange = PlainExchange(ring, choices.active, use_calc_stream)
     check_spec(ring, _NAME, spec, exchange)
-    check_memory(ring, _NAME, spec)
+    check_memory(ring, spec)
     chosen = ChosenExperts(choices.ids, spec.num_experts, ring.size, exchange.present)
     every = exchange.all_gather(chosen.counts)
     before = every.cumsum(0)[ring.rank] - every[ring.rank]
@@ -105,7 +107,7 @@ def scatter(
     """Return the rows of ``x`` at the positions of an earlier dispatch, weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
     check_spec(ring, "expert_scatter", spec, exchange)
-    check_memory(ring, "expert_scatter", spec)
+    check_memory(ring, spec)
     columns = [x.repeat_interleave(spec.top_k, 0)]
     owners, count = _owners(ring, tables, spec), _rows(ring, spec)
     received = exchange.to_owners(packed(columns), tables.positions, owners, count)
@@ -127,7 +129,8 @@ def combine(
     """Return the sum of each token's rows: [tokens, width], weighted if asked for."""
     exchange = PlainExchange(ring, active, use_calc_stream)
     check_spec(ring, "expert_combine", spec, exchange)
-    check_memory(ring, "expert_combine", spec)
+    tokens = len(tables.positions)
+    check_memory(ring, spec, back=True, tokens=tokens)
     rows = _wide(y.reshape(_rows(ring, spec), spec.width))
     if spec.weighted:
         rows = rows * tables.row_weights[:, None]
@@ -135,7 +138,8 @@ def combine(
     first = torch.where(link & 1 == 1, sources, -1)  # an unused row has -1 in both
     sums = partial_sums(rows, link, spec.top_k)
     owners = _owners(ring, tables, spec)
-    return exchange.to_tokens(sums, first, tables.positions, owners).to(y.dtype)
+    with enough_memory(ring, partial(result_needed, ring, spec, tokens)):
+        return exchange.to_tokens(sums, first, tables.positions, owners).to(y.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

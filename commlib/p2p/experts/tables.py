@@ -22,6 +22,7 @@ class ExpertSpec(NamedTuple):
         quantize: Rows travel as float8_e4m3fn, with a scale per ``GROUP`` elements.
         weighted: The weights of the rows are applied.
         reports: Choices beyond the capacity are recorded for ``overflow``.
+        counted: Of ``global_scatter`` or ``global_gather``: each rank is one expert.
     """
 
     num_experts: int
@@ -32,6 +33,7 @@ class ExpertSpec(NamedTuple):
     quantize: bool = False
     weighted: bool = True
     reports: bool = True
+    counted: bool = False
 
 
 class Choices(NamedTuple):
