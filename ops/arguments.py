@@ -46,8 +46,22 @@ _BEFORE_RING = {  # the arguments of the others before the ring, if not only x
 }
 
 
-def ring_number(collective: str, ring: Any) -> int:
+_AFTER_RING = {  # the arguments after the ring that have no default
+    "fused_multi_transformer": "config=config",
+    "partial_recv": "peer=peer",
+    "partial_send": "peer=peer",
+    "recv": "peer=peer",
+    "send": "peer=peer",
+}
+
+
+def ring_number(collective: str, ring: Any, role: str = "ring_id") -> int:
     """Return the id of ``ring``: a ring, its id or its name. ``comm`` refuses an invalid id.
+
+    Args:
+        collective: What the program has called.
+        ring: What it has passed.
+        role: The argument.
 
     Raises:
         ArgumentError: ``ring`` is a tensor: the call has the order of torch.distributed.
@@ -57,7 +71,7 @@ def ring_number(collective: str, ring: Any) -> int:
         return ring
     if isinstance(ring, bool):
         raise RingError(
-            f"{collective}: ring_id={ring}; expected a ring, its id or its name; a bool is none"
+            f"{collective}: {role}={ring}; expected a ring, its id or its name; a bool is none"
         )
     if isinstance(ring, CommContext):
         if _rings.get(ring.ring_id) is not ring:
@@ -70,21 +84,27 @@ def ring_number(collective: str, ring: Any) -> int:
         return comm(ring).ring_id
     if is_torch_reduction(ring):  # it equals a ring's number
         raise RingError(
-            f"{collective}: ring_id={ring}; expected a ring, its id or its name; pass the "
+            f"{collective}: {role}={ring}; expected a ring, its id or its name; pass the "
             f"reduction as op="
         )
-    if isinstance(ring, torch.Tensor) and collective in _WITH_OUT:
-        raise ArgumentError(
-            f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; ops.{collective} "
-            f"takes x first; pass the output as out="
-        )
     if isinstance(ring, torch.Tensor):
-        before = _BEFORE_RING.get(collective, "x, ")
         raise ArgumentError(
-            f"{collective}: ring_id is a tensor of shape {tuple(ring.shape)}; call "
-            f"ops.{collective}({before}ring_id) with a ring, its id or its name as ring_id"
+            f"{collective}: {role} is a tensor of shape {tuple(ring.shape)}; "
+            f"{_instead(collective, role)}"
         )
     return cast(int, ring)
+
+
+def _instead(collective: str, role: str) -> str:
+    """Return the remedy for a tensor as a ring."""
+    if role != "ring_id":
+        return f"pass a ring, its id or its name as {role}="
+    if collective in _WITH_OUT:
+        return f"ops.{collective} takes x first; pass the output as out="
+    taken = _BEFORE_RING.get(collective, "x, ") + "ring_id"
+    if collective in _AFTER_RING:
+        taken = f"{taken}, {_AFTER_RING[collective]}"
+    return f"call ops.{collective}({taken}) with a ring, its id or its name as ring_id"
 
 
 def named_reduction(collective: str, number: int, op: Any) -> LowerName:

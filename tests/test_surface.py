@@ -17,7 +17,6 @@ from commlib.core.collectives.every import Collectives
 from commlib.core.ring import Ring
 from commlib.engines.reductions import unknown
 from commlib.errors import ArgumentError, PeerError, RingError
-from commlib.ops.arguments import ring_number
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.runs_on import runs_on
 
@@ -236,13 +235,40 @@ def test_a_tensor_is_no_ring(ring: Any) -> None:
         ops.softmax_with_cross_entropy(x.view(2, 2), x[:2].long(), x)
 
 
-@pytest.mark.parametrize("name", ops.__all__)
-def test_the_error_names_what_is_before_the_ring(name: str) -> None:
-    parameters = list(inspect.signature(getattr(ops, name)).parameters)
-    if "ring_id" in parameters and getattr(ops, name) not in WITH_OUT:
-        taken = ", ".join(parameters[: parameters.index("ring_id") + 1])
-        with raises(ArgumentError, f"call ops.{name}({taken}) with a ring"):
-            ring_number(name, torch.ones(4))
+@runs_on("ranks")
+def test_the_error_names_what_is_before_the_ring(ring: Any) -> None:
+    """It names what else the call needs too, and the in-place form that was called."""
+    x: Any = sample_of(ring)
+    for name in ops.__all__:
+        call = getattr(ops, name)
+        parameters = inspect.signature(call).parameters
+        if "ring_id" not in parameters or call in WITH_OUT:
+            continue
+        before = [*parameters][: [*parameters].index("ring_id")]
+        needed = [role for role in parameters if parameters[role].default is inspect._empty]
+        after = [role for role in needed if role not in before]
+        if "peer" in parameters:
+            after = ["peer"]  # whose default is no rank
+        taken = ", ".join([*before, "ring_id", *(f"{role}={role}" for role in after)])
+        with raises(ArgumentError, f"{name}: ring_id is", f"call ops.{name}({taken}) with a ring"):
+            call(*arguments_before(x, before), x, **dict.fromkeys(after, 0))
+
+
+def arguments_before(x: torch.Tensor, roles: list[str]) -> list[Any]:
+    """Return arguments that are checked before the ring is: numbers and ids must be such."""
+    others = {"num_experts": 2, "capacity": 2, "expert_ids": x.long()}
+    return [others.get(role, x) for role in roles]
+
+
+@runs_on("ranks")
+def test_the_error_names_the_ring_of_an_optimizer(ring: Any) -> None:
+    x: Any = sample_of(ring)
+    parameters = [torch.nn.Parameter(x)]
+    for role in ("shard_ring", "cross_ring"):
+        with raises(ArgumentError, f"{role} is a tensor", f"its id or its name as {role}="):
+            ops.DistributedFusedLamb(parameters, ring, **{role: x})
+        with raises(RingError, f"{role}=True", "a bool is none"):
+            ops.DistributedFusedLamb(parameters, ring, **{role: True})
 
 
 @runs_on("ranks")

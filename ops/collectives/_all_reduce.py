@@ -135,6 +135,8 @@ def all_reduce_(
     Raises:
         As ``all_reduce``.
     """
+    if type(ring_id) is not int:
+        ring_id = ring_number("all_reduce_", ring_id)
     return all_reduce(x, ring_id, op=op, out=x, use_calc_stream=use_calc_stream)
 
 

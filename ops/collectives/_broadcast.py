@@ -121,6 +121,8 @@ def broadcast_(
     Raises:
         As ``broadcast``.
     """
+    if type(ring_id) is not int:
+        ring_id = ring_number("broadcast_", ring_id)
     return broadcast(x, ring_id, root=root, out=x, use_calc_stream=use_calc_stream)
 
 

@@ -133,6 +133,8 @@ def reduce_(
     Raises:
         As ``reduce``.
     """
+    if type(ring_id) is not int:
+        ring_id = ring_number("reduce_", ring_id)
     return reduce(x, ring_id, root=root, op=op, out=x, use_calc_stream=use_calc_stream)
 
 

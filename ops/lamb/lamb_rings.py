@@ -22,8 +22,8 @@ class LambRings:
 
     def __init__(self, ring: CommContext, shard_ring: Ring | None, cross_ring: Ring | None) -> None:
         self.ring = ring
-        self.shard = self.ring if shard_ring is None else comm(ring_number(NAME, shard_ring))
-        self.cross = None if cross_ring is None else comm(ring_number(NAME, cross_ring))
+        self.shard = ring if shard_ring is None else _ring("shard_ring", shard_ring)
+        self.cross = None if cross_ring is None else _ring("cross_ring", cross_ring)
 
     def check(self) -> None:
         """Raise ``ArgumentError`` if the rings do not divide the ranks of ``ring``."""
@@ -115,3 +115,7 @@ class LambRings:
         out = torch.empty_like(flag)
         self.ring.all_reduce(out, flag, op="max")
         return out
+
+
+def _ring(role: str, ring: Ring) -> CommContext:
+    return comm(ring_number(NAME, ring, role))
