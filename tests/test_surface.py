@@ -248,7 +248,7 @@ def test_the_error_names_what_is_before_the_ring(ring: Any) -> None:
         needed = [role for role in parameters if parameters[role].default is inspect._empty]
         after = [role for role in needed if role not in before]
         if "peer" in parameters:
-            after = ["peer"]  # whose default is no rank
+            after = ["peer"]  # its default is refused
         taken = ", ".join([*before, "ring_id", *(f"{role}={role}" for role in after)])
         with raises(ArgumentError, f"{name}: ring_id is", f"call ops.{name}({taken}) with a ring"):
             call(*arguments_before(x, before), x, **dict.fromkeys(after, 0))
