@@ -2,10 +2,10 @@
 //
 // One launch per call. Some of its blocks push, the others take, so no wait is for the same block.
 // The routing is known to the kernel alone: a replayed graph may have another one every time. Nothing
-// in the protocol depends on the number of blocks, nor on how many of them run at the same time: other
-// kernels may hold most of the GPU. So blocks claim what they do, item after item, in the order of the
-// waits below, and the first blocks of a launch do all kinds of work (see `role`). What a block waits
-// for is then the work of a block that runs, or has ended.
+// in the protocol depends on how many blocks there are, or run at the same time, beyond the first
+// `size + 2` of a launch: other kernels may hold most of the GPU. So blocks claim what they do, item
+// after item, in the order of the waits below, and the first blocks of a launch do all kinds of work (see
+// `role`). What a block waits for is then the work of a block that runs, or has ended.
 //
 // Calls. Every rank starts a call by a word to all others. It has ended its calls before then, so what
 // they had in its memory is no longer needed. Slots, flags and counts have two halves, which calls use in
@@ -141,9 +141,9 @@ struct Role {  // of a block
     int number;  // among those that do the same
 };
 
-// Blocks start in order. The first ones push and take, so that any number of them makes progress. Of
-// the others those that push start first where they are few: their work is soon done. Many take turns
-// with those that take, which would all come late where a part of the GPU is not free.
+// Blocks start in order. The first `size + 2` push and take, so that they make progress, whichever start
+// later. Of the others those that push start first where they are few: their work is soon done. Many
+// take turns with those that take, which would all come late where a part of the GPU is not free.
 __device__ inline Role role(const Call& call) {
     const int block = blockIdx.x, i = block - 1 - call.size;
     if (block == 0) return {false, 0};
