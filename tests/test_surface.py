@@ -13,7 +13,9 @@ import torch.distributed as dist
 import commlib
 from commlib import ops
 from commlib.core import collectives
+from commlib.core.collectives.broadcast import Broadcast
 from commlib.core.collectives.every import Collectives
+from commlib.core.collectives.reduce import Reduce
 from commlib.core.ring import Ring
 from commlib.engines.reductions import unknown
 from commlib.errors import ArgumentError, PeerError, RingError
@@ -351,6 +353,26 @@ def test_hints_name_no_any(call: Any) -> None:
 def test_no_collective_inherits_another_one() -> None:
     assert len(Collectives.__bases__) > 10
     assert {base.__bases__ for base in Collectives.__bases__} == {(Ring,)}
+
+
+def test_only_declarations_are_overridden() -> None:
+    """They raise, so that none of them can take the place of a method without an error."""
+    made: dict[str, list[type]] = {}
+    for base in commlib.CommContext.__mro__:
+        for name, value in vars(base).items():
+            if not name.startswith("__") and (callable(value) or isinstance(value, property)):
+                made.setdefault(name, []).append(base)
+    twice = {name: bases for name, bases in made.items() if len(bases) > 1}
+    assert sorted(twice) == ["_describe", "_open_group", "broadcast", "reduce"]
+    assert twice["broadcast"] == [Broadcast, Ring] and twice["reduce"] == [Reduce, Ring]
+    assert commlib.CommContext.broadcast is Broadcast.broadcast
+    assert commlib.CommContext.reduce is Reduce.reduce
+    ring: Any = None
+    x = torch.ones(1)
+    with pytest.raises(NotImplementedError):
+        Ring.broadcast(ring, x, x, root=0)
+    with pytest.raises(NotImplementedError):
+        Ring.reduce(ring, x, x, root=0, op="sum", factor=None)
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,17 @@ class Ring(Protocol):
     @property
     def _open_group(self) -> Any:
         """The group that collects the calls of the calling code; None if they are launched."""
+        raise NotImplementedError
 
     def _describe(self, collective: str) -> str:
         """Return the start of an error text: the collective, the ring and the rank."""
+        raise NotImplementedError
 
     # The collectives that others are made of.
 
     def broadcast(self, out: torch.Tensor, x: torch.Tensor | None, *, root: int) -> Any:
         """Fill ``out`` on every rank with ``x`` of ``root``."""
+        raise NotImplementedError
 
     def reduce(
         self,
@@ -106,3 +109,4 @@ class Ring(Protocol):
         factor: float | None,
     ) -> Any:
         """Fill ``out`` of ``root`` with the reduction of ``x``."""
+        raise NotImplementedError
