@@ -199,6 +199,20 @@ def test_a_timeout_is_logged(comm: Any, name: str) -> None:
     assert_equal(timeouts, expected if ring.rank == 0 else [], "the log")
 
 
+@runs_on("cpu_ranks")
+def test_a_late_rank_at_a_monitored_barrier_is_logged(comm: Any) -> None:
+    """One line per barrier that times out: the ring stays usable."""
+    with log_lines() as lines:
+        for _ in range(2 * (comm.rank == 0)):
+            with raises(CommTimeout, "monitored_barrier on ring 0", "waiting for rank 1"):
+                comm.monitored_barrier(timeout=0.2)
+        comm.barrier()
+    expected = [f"monitored_barrier on ring 0 (rank 0 of 2, {comm.engine}): timed out"]
+    timeouts = [line for line in lines if "timed out" in line]
+    assert_equal(timeouts, expected * 2 if comm.rank == 0 else [], "the log")
+    comm.monitored_barrier()
+
+
 @pytest.mark.parametrize("name", ["close_ring", "comm", "init", "new_ring", "shutdown"])
 def test_functions_have_sections(name: str) -> None:
     text = getattr(commlib, name).__doc__

@@ -155,7 +155,7 @@ class RingHealth:
         logs = f"; {self._verdict}" if self._verdict else ""
         prefix = self._identity.describe(collective)
         if isinstance(error, PeerTimeout | StreamError):
-            self._log_late(type(error), prefix)
+            self.log_late(type(error), prefix)
             text = f"{prefix}: {error}{logs}"
             self.note(text)
             self.repairable = self.repairable or self.fault is None
@@ -165,14 +165,14 @@ class RingHealth:
             return type(error)(text)
         verdict = self._verdict or ""
         kind, reason = self.reason(collective, error, args, seconds, verdict)
-        self._log_late(kind, prefix)
+        self.log_late(kind, prefix)
         text = f"{prefix}{reason}{logs}"
         self.note(text)
         self.repairable = False
         self.fault = self.fault or f"failed in {collective}; {remedy}"
         return kind(f"{text}; {remedy}")
 
-    def _log_late(self, kind: type[CommError], prefix: str) -> None:
+    def log_late(self, kind: type[CommError], prefix: str) -> None:
         """Log a timeout, but only the first one: calls in flight all end with the ring."""
         if self.fault is None and issubclass(kind, CommTimeout | PeerTimeout):
             log.info("%s: timed out", prefix)

@@ -69,8 +69,10 @@ class Barrier(Ring):
         deadline = Deadline(self.timeout if timeout is None else timeout)
         late = self._hosts.barrier(deadline)
         if late:
+            prefix = self._describe("monitored_barrier")
+            self._health.log_late(CommTimeout, prefix)
             raise CommTimeout(
-                f"{self._describe('monitored_barrier')}: timed out after {deadline.seconds:g} s "
+                f"{prefix}: timed out after {deadline.seconds:g} s "
                 f"waiting for {named(late, self.ranks)}. Call it again on every rank, or see why "
                 f"they are late"
             )
