@@ -10,7 +10,7 @@ from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.expert_parallel.handle import ExpertHandle
 from commlib.ops.expert_parallel.ids import check_ids, check_number
 from commlib.ops.expert_parallel.ids import check_tensor as check_tensor_type
-from commlib.p2p.experts.tables import GROUP, Choices, ExpertSpec, local_experts
+from commlib.p2p.experts.tables import GROUP, Choices, local_experts
 
 Tensor = torch.Tensor
 

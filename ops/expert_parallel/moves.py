@@ -54,9 +54,7 @@ class Move(NamedTuple):
     def spec(self, dtype: torch.dtype, width: int) -> ExpertSpec:
         """Return the numbers of the call that moves rows of so many elements."""
         numbers = self.num_experts, self.capacity, self.positions.shape[1]
-        return ExpertSpec(
-            *numbers, dtype, width, weighted=self.weighted, counted=self.counted
-        )
+        return ExpertSpec(*numbers, dtype, width, weighted=self.weighted, counted=self.counted)
 
     def save(self, ctx: Any, *more: Tensor | None) -> None:
         """Keep the move for the backward, and more tensors."""
