@@ -46,6 +46,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names."""
+    return [*__all__]
+
+
 class CommError(RuntimeError):
     """The root of every error raised by commlib."""
 

@@ -20,6 +20,13 @@ CHANGED = ["init_process_group", "new_group", "new_subgroups", "new_subgroups_by
 
 def test_names() -> None:
     assert set(dir(torch.distributed)) <= set(dir(dist))
+    public = {name for name in dir(torch.distributed) if not name.startswith("_")}
+    offered: Any = dist
+    assert {*offered.__all__} == public
+    program: dict[str, Any] = {}
+    exec("from commlib.compat.torch_distributed import *", program)
+    assert public == {*program} - {"__builtins__"}
+    assert program["new_group"] is dist.new_group
     assert dist.ReduceOp is torch.distributed.ReduceOp
     assert dist.all_reduce is torch.distributed.all_reduce
     with pytest.raises(AttributeError, match="no_such_name"):

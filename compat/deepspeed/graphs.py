@@ -31,6 +31,12 @@ __all__ = [
     "replay_graph",
 ]
 
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

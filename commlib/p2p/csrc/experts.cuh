@@ -4,8 +4,8 @@
 // The routing is known to the kernel alone: a replayed graph may have another one every time. Nothing
 // in the protocol depends on how many blocks there are, or run at the same time, beyond the first
 // `size + 2` of a launch: other kernels may hold most of the GPU. So blocks claim what they do, item
-// after item, in the order of the waits below, and the first blocks of a launch do all kinds of work (see
-// `role`). What a block waits for is then the work of a block that runs, or has ended.
+// after item, in the order of the waits below, and the first blocks of a launch do all kinds of work
+// (see `role`). What a block waits for is then the work of a block that runs, or has ended.
 //
 // Calls. Every rank starts a call by a word to all others. It has ended its calls before then, so what
 // they had in its memory is no longer needed. Slots, flags and counts have two halves, which calls use in

@@ -151,6 +151,12 @@ __all__ = [
     "timed_op",
 ]
 
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 _REASONS = {
     "enable_symm_mem_for_group": "leave it away: push kernels of rings map the memory of peers by "
     "themselves; operators of torch.ops.symm_mem need a group of torch's nccl, which "

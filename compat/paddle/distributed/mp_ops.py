@@ -50,6 +50,12 @@ __all__ = [
     "split",
 ]
 
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 Tensor = torch.Tensor
 
 

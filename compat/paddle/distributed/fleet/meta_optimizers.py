@@ -8,6 +8,12 @@ from commlib.compat.paddle.unported import unported
 
 __all__ = ["DygraphShardingOptimizer", "HybridParallelOptimizer"]
 
+
+def __dir__() -> list[str]:
+    """List the public names, without the modules that they are in."""
+    return [*__all__]
+
+
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
 
     def __getattr__(name: str) -> Any:
