@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib import ops
+from commlib import export, ops
 from commlib.core import collectives
 from commlib.core.collectives.broadcast import Broadcast
 from commlib.core.collectives.every import Collectives
@@ -345,7 +345,7 @@ WAITED = [method for method in METHODS if "sync_op" in inspect.signature(method)
 FAMILIES = [ast.parse(path.read_text()) for path in Path(*collectives.__path__).glob("*.py")]
 
 
-@pytest.mark.parametrize("call", [*WITH_OUT, *METHODS])
+@pytest.mark.parametrize("call", [*WITH_OUT, *METHODS, export.aoti_load_package])
 def test_hints_name_no_any(call: Any) -> None:
     assert "Any" not in str(get_type_hints(call)["return"])
 

@@ -3,7 +3,7 @@
 import itertools
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -13,15 +13,40 @@ from commlib.errors import ArgumentError
 from commlib.export import rings
 from commlib.ops.registered.library import register
 
-if TYPE_CHECKING:  # its import takes a second
-    from torch.export.pt2_archive._package import AOTICompiledModel
-
 Tensors = list[torch.Tensor]
 
 _KEY = "commlib_rings"  # in the metadata of the package
 _METADATA = "aot_inductor.metadata"
 _numbers = itertools.count()
 _loaded: "weakref.WeakValueDictionary[int, _Loader]" = weakref.WeakValueDictionary()
+
+
+class Package(Protocol):
+    """A loaded package as programs use it: torch's ``AOTICompiledModel``, whose import is slow."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program with the arguments of the model that was exported."""
+
+    def get_metadata(self) -> dict[str, str]:
+        """Return what was stored with the program."""
+
+    def get_constant_fqns(self) -> list[str]:
+        """Return the names of the parameters and buffers."""
+
+    def load_constants(
+        self,
+        constants_map: dict[str, torch.Tensor],
+        *,
+        check_full_update: bool,
+        user_managed: bool = False,
+    ) -> None:
+        """Replace parameters and buffers by those of a map.
+
+        Args:
+            constants_map: The tensors by their names.
+            check_full_update: Whether all of them must be in the map.
+            user_managed: Use the tensors themselves, which the caller keeps alive.
+        """
 
 
 def aoti_compile_and_package(
@@ -65,7 +90,7 @@ def aoti_load_package(
     device_index: int = -1,
     *,
     ranks: rings.Members | None = None,
-) -> "AOTICompiledModel":
+) -> Package:
     """Load what ``aoti_compile_and_package`` wrote, and compare the rings; nothing is launched.
 
     Args:
@@ -83,12 +108,11 @@ def aoti_load_package(
         RingError: A ring of the program does not exist on this rank, or has other members.
         ArgumentError: The file does not record its rings, or ``ranks`` does not fit.
     """
-    model: AOTICompiledModel = torch._inductor.aoti_load_package(
-        path, run_single_threaded, device_index
-    )
+    model: Any = torch._inductor.aoti_load_package(path, run_single_threaded, device_index)
     rings.check(path, rings.read(path, model.get_metadata().get(_KEY, "")), ranks)
-    model.loader = cast(Any, _Loader(model.loader))
-    return model
+    model.loader = _Loader(model.loader)
+    package: Package = model
+    return package
 
 
 def _check_branches(program: torch.export.ExportedProgram) -> None:

@@ -277,6 +277,8 @@ def main() -> None:
         assert_type(report["last"], str | None)
     package = export.aoti_load_package("block.pt2")
     assert_type(package.get_metadata(), dict[str, str])
+    assert_type(package.get_constant_fqns(), list[str])
+    package.load_constants({}, check_full_update=False)
     package.missing()  # refused
     ring.report()["call"]  # refused: no such key
     commlib.shutdown(abort=True)
