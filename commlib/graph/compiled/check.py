@@ -4,11 +4,22 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx import GraphModule
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx import GraphModule, Node
 
 from commlib.errors import GraphError
-from commlib.graph.compiled.propagation import propagate
+from commlib.graph.compiled.propagation import NodeFailed, propagate
+from commlib.graph.compiled.unsafe import unsafe_nodes
+
+_EXAMPLES = {"val", "example_value"}
+_NO_DATA = (  # parts of errors about fakes
+    "its data is not allocated yet",
+    "is not supported for tensor subclasses",
+    "Cannot access data pointer",
+)
 
 
 def check_graph(what: str, gm: Any, example_inputs: Any, *, runs_graph: bool = False) -> str | None:
@@ -85,21 +96,41 @@ def _text(x: torch.Tensor) -> str:
 
 
 def _propagate(what: str, gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
-    """Note at each node what it gives and writes, unless that depends on a value."""
-    from torch.fx.experimental.symbolic_shapes import (  # loads sympy
-        GuardOnDataDependentSymNode,
-    )
-
+    """Note at each node what it gives and writes; return why it must run eagerly otherwise."""
+    is_traced = any(not _EXAMPLES.isdisjoint(node.meta) for node in gm.graph.nodes)
     try:
         propagate(gm, example_inputs)
-    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
-        return f"the host reads a value: {_headline(error)}"
-    except Exception as error:
-        if any("example_value" in node.meta for node in gm.graph.nodes):  # Dynamo has run it
-            return f"what it writes is unknown: {_headline(error)}"
-        raise GraphError(f"{what}: the graph can't run on these example inputs: {error}") from error
+    except NodeFailed as failed:
+        if _needs_values(failed.error):
+            return f"the host reads a value: {failed.reason}"
+        if is_traced:  # it runs; if nothing is cut, its writes need not be known
+            return f"what it writes is unknown: {failed.reason}" if unsafe_nodes(gm) else None
+        if _has_attribute_until(failed.node, gm):
+            return f"fakes can't run it: {failed.reason}"
+        text = f"{what}: the graph can't run on these example inputs: {failed.error}"
+        raise GraphError(text) from failed
     return None
 
 
-def _headline(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _needs_values(error: Exception) -> bool:
+    """Return True if a node failed because fakes have no data."""
+    from torch.fx.experimental.symbolic_shapes import (  # loads sympy
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
+
+    kinds = (
+        *(DataDependentOutputException, DynamicOutputShapeException),
+        *(GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound),
+    )
+    return isinstance(error, kinds) or any(text in str(error) for text in _NO_DATA)
+
+
+def _has_attribute_until(last: Node, gm: GraphModule) -> bool:
+    """Return True if a node or one before it is a module or an attribute of the graph."""
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            return True
+        if node is last:
+            break
+    return False

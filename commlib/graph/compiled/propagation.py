@@ -13,27 +13,67 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from commlib.graph.compiled.thread_modes import restored_modes
+
 WRITES = "commlib_writes"  # the key of a node's ``meta`` with the memory that it writes to
 
 
+class NodeFailed(Exception):
+    """A node that fakes can't run.
+
+    Attributes:
+        node: The node.
+        error: Its error.
+    """
+
+    def __init__(self, node: Node, error: Exception) -> None:
+        super().__init__()
+        self.node, self.error = node, error
+
+    @property
+    def reason(self) -> str:
+        """Return which node it is, and the first line of its error."""
+        headline = next(iter(str(self.error).splitlines()), "")
+        return f"{self.node.name}: {type(self.error).__name__}: {headline}"
+
+
 def propagate(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Note at each node what it gives and writes; the graph's own tensors stay as they are."""
+    """Note at each node what it gives and writes; the graph's own tensors stay as they are.
+
+    Raises ``NodeFailed``; the nodes have no more notes than before then.
+    """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # loads sympy
 
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(
         allow_non_fake_inputs=True, shape_env=ShapeEnv()
     )
-    fakes = [
-        mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
-        for x in example_inputs
-    ]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fakes = [_input(mode, node, x) for node, x in zip(placeholders, example_inputs, strict=True)]
+    before = {node: dict(node.meta) for node in gm.graph.nodes}
     try:
-        _Propagation(gm, mode).propagate_dont_convert_inputs(*fakes)
+        with restored_modes():
+            _run(_Propagation(gm, mode), fakes)
     except Exception:
-        for node in gm.graph.nodes:  # the next run notes all of them, or none
-            if node.meta.pop(WRITES, None) is not None:
-                node.meta.pop("val", None)
+        for node, meta in before.items():
+            node.meta.clear()
+            node.meta.update(meta)
         raise
+
+
+def _run(propagation: FakeTensorProp, fakes: Sequence[Any]) -> None:
+    try:
+        propagation.propagate_dont_convert_inputs(*fakes)
+    finally:
+        while propagation.env:  # a value may be a mode, which ends with it
+            propagation.env.popitem()
+
+
+def _input(mode: FakeTensorMode, node: Node, value: Any) -> Any:
+    try:
+        is_tensor = isinstance(value, torch.Tensor)
+        return mode.from_tensor(value, static_shapes=True) if is_tensor else value
+    except Exception as error:
+        raise NodeFailed(node, error) from error
 
 
 def storages(value: Any) -> set[int]:
@@ -66,8 +106,11 @@ class _Propagation(FakeTensorProp):
 
     def run_node(self, n: Node) -> Any:
         """Run a node, and note what it writes."""
-        with _Writes() as writes:
-            result = super().run_node(n)
+        try:
+            with _Writes() as writes:
+                result = super().run_node(n)
+        except Exception as error:
+            raise NodeFailed(n, error) from error
         n.meta[WRITES] = writes.storages
         return result
 
