@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from commlib import graph
 from commlib.graph import GraphError
 from tests.support.checks import assert_equal, raises
 
 CALLS = 4
+OTHER_LAYOUT = "its inputs have other shapes or strides than the examples"
 LOST = "is written after a cut, and shares its memory with"
 
 
@@ -210,9 +212,172 @@ def test_strides_of_the_call() -> None:
         x.mul_(2)
         return a, v * 1
 
-    (reason,), replays = rows_of(f, grad=False, turned=True)
-    assert LOST in reason
+    eager, replays = rows_of(f, grad=False, turned=True)
+    assert OTHER_LAYOUT in eager[-1]
     assert_equal(replays, [], "replays")
+    eager, replays = rows_of(f, grad=False)
+    assert_equal((len(eager), {*replays}), (1, {CALLS - 1}), "eager, replays")
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def compare(replayed: Any, expected: Any, inputs: Callable[[int], list[Tensor]]) -> list[str]:
+    """Compare calls with eager ones; return the reasons for eager parts."""
+    for turn in range(CALLS):
+        results = [fn(*inputs(turn)) for fn in (replayed, expected)]
+        actual, want = ([x.tolist() for x in each] for each in results)
+        assert_equal(actual, want, f"turn {turn}")
+    return [row["eager"] for row in graph.report(replayed) if row["eager"]]
+
+
+@pytest.mark.parametrize(("f", "shape"), [(overlapping, (2, 2)), (gaps, (3, 1))])
+def test_shapes_of_the_call(f: Any, shape: tuple[int, int]) -> None:
+    """One value has all of the memory in the example, but not in the calls."""
+    replayed = graph.backend.apply(symbolic_trace(f), [torch.ones(shape), torch.ones(2)])
+    eager = compare(replayed, f, lambda turn: [numbers(3, 2) + turn, numbers(2) + turn])
+    assert OTHER_LAYOUT in eager[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_integers_of_the_call(size: int) -> None:
+    def f(x: Tensor, y: Tensor, n: int) -> Any:
+        h = x * 1
+        p, q = h[:n], h[1:]
+        a = cut(y)
+        p.add_(10)
+        return a, q * 1
+
+    replayed = graph.backend.apply(symbolic_trace(f), [numbers(3, 2), torch.ones(2), 3])
+    for turn in range(CALLS):
+        x, y = numbers(3, 2) + turn, numbers(2) + turn
+        assert_equal(
+            [*map(Tensor.tolist, replayed(x, y, size))], [*map(Tensor.tolist, f(x, y, size))]
+        )
+
+
+def test_symbolic_shapes() -> None:
+    """The graph of Dynamo serves calls of all shapes."""
+
+    def f(x: Tensor, y: Tensor) -> Any:
+        h = x * 1
+        p, q = h[:3], h[1:]
+        a = cut(y)
+        p.add_(10)
+        return a, q * 1
+
+    regions: list[Any] = []
+
+    def compiler(gm: torch.fx.GraphModule, values: Any) -> Any:
+        regions.append(graph.backend.apply(gm, values))
+        return regions[-1]
+
+    compiled = torch.compile(f, backend=compiler, dynamic=True)
+    for rows in (3, 4, 5, 4):
+        for turn in range(3):
+            x, y = numbers(rows, 4) + turn, numbers(2)
+            assert_equal([*map(Tensor.tolist, compiled(x, y))], [*map(Tensor.tolist, f(x, y))])
+    torch._dynamo.reset()
+    assert any(
+        OTHER_LAYOUT in (row["eager"] or "") for each in regions for row in graph.report(each)
+    )
+
+
+def test_examples_from_the_program() -> None:
+    """Nodes have examples, but what they write is not noted yet."""
+    gm = symbolic_trace(overlapping)
+    FakeTensorProp(gm).propagate(numbers(3, 2), numbers(2))
+    replayed = graph.backend.apply(gm, [numbers(3, 2), numbers(2)])
+    (reason,) = compare(replayed, overlapping, lambda turn: [numbers(3, 2) + turn, numbers(2)])
+    assert LOST in reason
+
+
+class Weighted(nn.Module):
+    """A tensor of a module that gradients flow to, without being a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.ones(3, 2, requires_grad=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        """Write to memory that an expanded view has too."""
+        h = x * self.weight
+        v, a = h[:, :1].expand(3, 8), cut(y)
+        h.add_(10)
+        return a, v * 1
+
+
+def test_gradients_of_buffers() -> None:
+    gm = symbolic_trace(Weighted())
+    replayed = graph.backend.apply(gm, [numbers(3, 2), numbers(2)])
+    eager = compare(replayed, gm, lambda turn: [numbers(3, 2) + turn, numbers(2) + turn])
+    assert LOST in eager[-1]
+
+
+class Through(nn.Module):
+    """A write to a value after a cut that a module may have returned as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        """Write to a part of the result, and use another part of what the module got."""
+        h = x * 1
+        v = self.module(h.t())
+        p, q = v[:2], h[1:]
+        a = cut(y)
+        p.add_(10)
+        return a, q * 1
+
+
+@pytest.mark.parametrize("module", [nn.Sigmoid(), nn.Flatten(0)], ids=["sigmoid", "flatten"])
+def test_modules_that_return_their_input(module: nn.Module) -> None:
+    """Another module is there at the calls, or other strides are."""
+    gm = symbolic_trace(Through(module))
+    replayed = graph.backend.apply(gm, [numbers(3, 2), numbers(2)])
+    (reason,) = compare(replayed, gm, lambda turn: [(numbers(2, 3) + turn).t(), numbers(2)])
+    assert LOST in reason
+    gm.module = nn.Identity()
+    compare(replayed, gm, lambda turn: [numbers(3, 2) + turn, numbers(2)])
+
+
+def converted(x: Tensor, y: Tensor) -> Any:
+    h = x * 1
+    v, a = h.to(torch.float64), cut(y)
+    h.add_(10)
+    return a, v * 1
+
+
+def test_copies_of_another_type() -> None:
+    """They share no memory, and gradients change nothing about it."""
+    eager, replays = rows_of(converted, grad=True)
+    assert_equal(any(LOST in reason for reason in eager), False, "reasons")
+    assert_equal({*replays}, {CALLS - 1}, "replays")
+
+
+def cache(x: Tensor, y: Tensor) -> Any:
+    flat, a = x.view(-1), cut(y * 2)
+    x.add_(1)
+    return flat * 2, a
+
+
+def returned_view(x: Tensor, y: Tensor) -> Any:
+    h = x * 1
+    v, a = h[1:], cut(y)
+    h.add_(1)
+    return a, h, v
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("f", [cache, returned_view])
+def test_views_in_graphs_of_operators(f: Any, mode: str) -> None:
+    """Examples of a real trace share no memory, and those of a symbolic one have symbolic sizes."""
+    gm = make_fx(f, tracing_mode=mode)(numbers(3, 2), numbers(2))
+    replayed = graph.backend.apply(gm, [numbers(3, 2), numbers(2)])
+    eager = compare(replayed, f, lambda turn: [numbers(3, 2) + turn, numbers(2) + turn])
+    assert_equal(any(LOST in reason for reason in eager), False, "reasons")
 
 
 def test_graphs_of_operators() -> None:

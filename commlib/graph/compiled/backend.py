@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from commlib.graph.compiled.check import check_graph, check_static
 from commlib.graph.compiled.effects import with_plain_effects
 from commlib.graph.compiled.inductor import compile_region
+from commlib.graph.compiled.layouts import layouts
 from commlib.graph.compiled.live_attributes import follower, has_attributes
 from commlib.graph.compiled.parts import lost_write
 from commlib.graph.compiled.region import Code, Region
 from commlib.graph.compiled.settings import Settings, capture_options
+from commlib.graph.compiled.sharing import Lost
 from commlib.graph.compiled.static_positions import static_positions
 
 _LINE = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
@@ -108,9 +109,12 @@ class CompileBackend:
 
         run = region.partition(gm, example_inputs, static_inputs, "graph", as_it_is)
 
+        usual = None if lost is None else layouts(_values(gm, example_inputs))
+
         def call(*args: Any) -> Any:
-            if lost is not None and _wants_gradients(gm, args):
-                region.note_eager(lost.reason)
+            why = None if lost is None else _why_lost(lost, _values(gm, args), usual)
+            if why is not None:
+                region.note_eager(why)
                 return gm(*args)
             return run([*args])
 
@@ -125,10 +129,20 @@ def _is_wrapper(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and is_traceable_wrapper_subclass(x)
 
 
-def _wants_gradients(gm: GraphModule, values: Sequence[Any]) -> bool:
-    """Return True if a call of a graph makes a backward."""
-    tensors = (x for x in chain(values, gm.parameters()) if isinstance(x, torch.Tensor))
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def _values(gm: GraphModule, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments of a call, and the parameters and buffers of the graph."""
+    return [*args, *gm.parameters(), *gm.buffers()]
+
+
+def _why_lost(lost: Lost, values: Sequence[Any], usual: Any) -> str | None:
+    """Return why a call would lose a write; None for one like the examples, without a backward."""
+    tensors = (x for x in values if isinstance(x, torch.Tensor))
+    goes_back = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if lost.with_gradients and goes_back:
+        return lost.reason
+    if layouts(values) != usual:
+        return f"{lost.reason}; its inputs have other shapes or strides than the examples"
+    return None
 
 
 def _name_of(gm: GraphModule) -> str:

@@ -1,19 +1,23 @@
 """Checks of the backend's arguments, before anything is compiled."""
 
 from collections.abc import Collection, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from commlib.errors import GraphError
-from commlib.graph.compiled.propagation import NodeFailed, propagate
+from commlib.graph.compiled.propagation import WRITES, NodeFailed, propagate
 from commlib.graph.compiled.unsafe import unsafe_nodes
 
+_CALLS = ("call_function", "call_method", "call_module")
 _EXAMPLES = {"val", "example_value"}
 _NO_DATA = (  # parts of errors about fakes
     "its data is not allocated yet",
@@ -49,9 +53,19 @@ def check_graph(what: str, gm: Any, example_inputs: Any, *, runs_graph: bool = F
     for node, value in zip(nodes, example_inputs, strict=True):
         _check_input(what, node, value)
     names = ("val",) if runs_graph else ("val", "example_value")
-    if any(node.meta.keys().isdisjoint(names) for node in nodes):
+    is_new = any(node.meta.keys().isdisjoint(names) for node in nodes)
+    if is_new or (runs_graph and any(map(_writes_unseen, gm.graph.nodes))):
         return _propagate(what, gm, example_inputs)
     return None
+
+
+def _writes_unseen(node: Node) -> bool:
+    """Return True if a node may write to tensors, and nothing tells to which."""
+    has_schema = isinstance(node.target, (OpOverload, HigherOrderOperator))
+    if node.op not in _CALLS or has_schema or node.target is getitem or WRITES in node.meta:
+        return False
+    values = tree_leaves([x.meta.get("val") for x in node.all_input_nodes])
+    return node.op == "call_module" or any(isinstance(x, torch.Tensor) for x in values)
 
 
 def check_static(static: Any, example_inputs: Sequence[Any]) -> None:
