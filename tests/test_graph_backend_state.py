@@ -121,6 +121,51 @@ def test_replaced_parameters(replace: Any, is_cut: bool) -> None:
     assert_equal(all(row["replays"] for row in rows if row["eager"] is None), True, "replays")
 
 
+class Counting(nn.Module):
+    """A part of a module that counts how often its parts are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.add_module("0", nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up a part."""
+        vars(self)["looks"] += 1
+        return super().__getattr__(name)
+
+
+def test_attributes_are_compared_without_being_looked_up() -> None:
+    """A search of names takes longer than a replay."""
+    gm = symbolic_trace(Weights(is_cut=True))
+    replayed: Any = graph.backend.apply(gm, [torch.ones(ROWS, WIDTH)])
+    inner: Any = Counting()
+    gm.inner = inner
+    (follow,) = replayed.followers
+    follow()
+    looks = vars(inner)["looks"]
+    follow()
+    assert_equal((looks > 0, vars(inner)["looks"]), (True, looks), "looks")
+
+
+def test_attributes_of_other_kinds() -> None:
+    """A parameter becomes a buffer, then a plain attribute, and a parameter again."""
+    gm: Any = symbolic_trace(Weights(is_cut=True))
+    replayed: Any = graph.backend.apply(gm, [torch.ones(ROWS, WIDTH)])
+    x = torch.ones(ROWS, WIDTH)
+    for turn in range(12):
+        value = torch.full((WIDTH,), float(turn))
+        if turn % 3 == 0:
+            del gm.scale
+        if turn == 3:
+            gm.register_buffer("scale", value)
+        elif turn == 6:
+            gm.scale = value
+        elif turn % 3 == 0:
+            gm.scale = nn.Parameter(value)
+        assert_bits_equal(replayed(x), gm(x), f"turn {turn}")
+
+
 class Returning(nn.Module):
     """A buffer that is returned from a graph that is cut."""
 
