@@ -13,7 +13,9 @@ content, and what the function uses without receiving it. The life of one key::
       verify:          now and then fn runs first, and both must     Verification.run
                        give the same bits
     end:               a tensor was replaced, reset(), or close of   Entries.drop
-                       a ring: graphs go before communicators
+                       a ring: graphs go before communicators.
+                       Graphs of replaced parameters of modules
+                       stay: these may come back
 
 Where gradients flow, a ``Slot`` has a captured call as its forward, and its backwards. One autograd
 node joins them. There is one slot per forward whose backward has not run yet. A ``Pipeline``
