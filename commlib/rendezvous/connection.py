@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from commlib.log import log
 Step = Callable[[Any], Any]
 
 POST_S = 5.0  # to open a connection for an operation that nobody waits for
+CLOSE_S = 1.0  # for queued operations when a connection is closed
 _POLL_S = 0.1  # how often a wait checks whether its deadline was cancelled
 
 
@@ -32,20 +34,16 @@ class Opening(Protocol):
         """Return the connected c10d store."""
 
 
-class CloneOpening:
-    """Open a separate connection to a store that the program made."""
+class _Closed:
+    """What a closed connection has in place of its opening, which may hold a store."""
 
-    stage = "this rank was opening it"
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
+    stage = ""
 
     def __call__(self, deadline: Deadline) -> Any:
-        """Return a clone of the store, or the store itself if it can't be cloned."""
-        try:
-            return self.store.clone()
-        except (AttributeError, RuntimeError, NotImplementedError):
-            return self.store  # a store that is written in Python
+        raise BootstrapError("the connection to the store is closed")
+
+    def answers(self) -> bool:
+        return False
 
 
 class _Job:
@@ -73,7 +71,7 @@ class _Job:
 
 
 def _serve(opening: Opening, jobs: "SimpleQueue[_Job | None]") -> None:
-    """Run jobs in order; this frame holds the only reference to the store."""
+    """Run jobs in order; this frame has the store, and frees it at the end."""
     store: Any = None
     while (job := jobs.get()) is not None:
         job.started = True
@@ -98,6 +96,7 @@ class Connection:
     def __init__(self, opening: Opening, where: str) -> None:
         self.where, self.fault, self.closed = where, "", False
         self._opening = opening
+        self._users, self._counting = 0, threading.Lock()
         self.clients: dict[float, Any] = {}  # for engines, by timeout
         self.spares: list[Any] = []  # each for one set-up at a time, which blocks its client
         self._start()
@@ -201,7 +200,7 @@ class Connection:
     def post(self, step: Step) -> None:
         """Queue ``step(store)``; nobody waits for it."""
         if not self.fault:
-            self._jobs.put(_Job(_logged(step, self.answers), None))
+            self._jobs.put(_Job(_logged(step, partial(_answers, self._opening)), None))
 
     def answers(self) -> bool:
         """Return False if no process serves the store any more; sends nothing.
@@ -209,8 +208,24 @@ class Connection:
         torch prints a stack trace for each request to a server that has exited. So operations
         after the end of a ring check this first.
         """
-        probe: Callable[[], bool] | None = getattr(self._opening, "answers", None)
-        return probe is None or probe()
+        return _answers(self._opening)
+
+    def hold(self) -> None:
+        """Count one more user: a ring, a roll call, or the table of the program's stores."""
+        with self._counting:
+            self._users += 1
+
+    def let_go(self, seconds: float) -> None:
+        """Count one user less; the last one closes the connection, in at most ``seconds``.
+
+        The server of a store ends with the last reference to it. So this must not wait until
+        Python collects the cycles of a ring.
+        """
+        with self._counting:
+            self._users -= 1
+            unused = not self._users
+        if unused:
+            self.close(seconds)
 
     def close(self, seconds: float) -> None:
         """End the thread after its queued operations; wait for that at most ``seconds``."""
@@ -222,6 +237,7 @@ class Connection:
     def _end(self) -> None:
         self.closed, self.clients, self.spares = True, {}, []
         self.fault = self.fault or f"the connection to the store at {self.where} is closed"
+        self._opening = _Closed()  # the thread has the other reference, and ends
         self._jobs.put(None)
 
     def __del__(self) -> None:
@@ -257,6 +273,11 @@ def forget() -> None:
         connection.fault = (
             f"the store at {connection.where} belongs to the parent of this forked process"
         )
+
+
+def _answers(opening: Opening) -> bool:
+    probe: Callable[[], bool] | None = getattr(opening, "answers", None)
+    return probe is None or probe()
 
 
 def _logged(step: Step, answers: Callable[[], bool]) -> Step:

@@ -5,6 +5,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from commlib.deadlines import Deadline, bounded
 from commlib.errors import ArgumentError, CommTimeout, MismatchError
 from commlib.rendezvous import host_exchange
 from commlib.rendezvous.call_board import CallBoard
+from commlib.rendezvous.connection import CLOSE_S, Connection
 from commlib.rendezvous.identity import Health, RingIdentity
 from commlib.rendezvous.roll_call import Meeting
 from commlib.rendezvous.shared_memory import Rounds, SharedMemoryAllGather, open_shared_memory
@@ -34,6 +36,10 @@ class HostExchange:
     def __init__(self, identity: RingIdentity, meeting: Meeting | None, health: Health) -> None:
         self.identity, self._meeting, self._health = identity, meeting, health
         self._lock = threading.Lock()
+        self._connections: list[Connection] = []  # to the store, until the ring ends
+        if meeting is not None:
+            meeting.store.connection.hold()
+            self._connections.append(meeting.store.connection)
         self._rounds: Rounds | None = None
         self._shared_memory: SharedMemoryAllGather | None = None
         self._group: Any = None  # the gloo group that this object has made
@@ -209,7 +215,7 @@ class HostExchange:
         self._rounds = self._engine_group = None
 
     def close(self, deadline: Deadline) -> None:
-        """Release the gloo group and the shared memory, at most until ``deadline``."""
+        """Release the gloo group, the shared memory and the store, at most until ``deadline``."""
         self._rounds = None
         group, self._group = [self._group], None
         if group[0] is not None:
@@ -219,6 +225,8 @@ class HostExchange:
         if shared is not None and self._lock.acquire(timeout=deadline.left()):
             shared.close()
             self._lock.release()
+        with suppress(IndexError):  # a second call, perhaps in another thread
+            self._connections.pop().let_go(min(CLOSE_S, deadline.left()))
 
     def forget(self) -> None:
         """Take a new lock in a forked child: another thread of the parent may have held it."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from commlib.deadlines import Deadline
@@ -51,7 +52,8 @@ class Meeting:
 
     def engine_store(self, deadline: Deadline) -> EngineStore:
         """Return the store for the engine's set-up; its operations end by ``deadline``."""
-        store = EngineStore(self.store, deadline, lambda: self.connecting(deadline))
+        begun = partial(self._table.step, "connecting", deadline)  # holds no meeting: no cycle
+        store = EngineStore(self.store, deadline, begun)
         self._engine_stores.append(store)
         return store
 

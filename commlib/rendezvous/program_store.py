@@ -103,7 +103,9 @@ def _tcp_store(world: World, address: Address, one_host: bool, deadline: Deadlin
         except CommTimeout as error:
             raise BootstrapError(f"{who}: {error}; is MASTER_ADDR={host!r} known here?") from error
         _servers[host, port] = server
-    return BoundedStore(Connection(TcpOpening(host, port, who), f"{host}:{port}"))
+    connection = Connection(TcpOpening(host, port, who), f"{host}:{port}")
+    connection.hold()  # for later rings, until the exit
+    return BoundedStore(connection)
 
 
 def leave(deadline: Deadline, *, wait: bool) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
+from commlib.rendezvous.connection import CLOSE_S
 from commlib.rendezvous.host_exchange import network_number
 from commlib.rendezvous.meeting import KEYS, Meeting, naming
 from commlib.rendezvous.store import BoundedStore
@@ -30,7 +31,6 @@ from commlib.rendezvous.wait_table import Generation, State, Table, long, short
 __all__ = ["Meeting", "RollCall", "ring_key"]
 
 _HISTORY = 8
-_CLOSE_S = 1.0  # for queued operations when the connection is closed
 
 
 def ring_key(ring_id: int, ranks: tuple[int, ...]) -> str:
@@ -71,6 +71,7 @@ class RollCall:
         """
         self.store, self.me, self.slot = BoundedStore.of(store), me, slot
         self._home = self.store if home is None else home
+        self._home.connection.hold()
         self._history: deque[tuple[int, Any]] = deque(maxlen=_HISTORY)
         self._table = Table(self.store, me, slot)
         self._registered: dict[str, int] = {}  # generations of interrupted calls
@@ -81,8 +82,12 @@ class RollCall:
         return bool(self._registered)
 
     def end(self) -> None:
-        """Close the connection after its queued operations; waits a second at most."""
-        self.store.connection.close(_CLOSE_S)
+        """Close the connection after its queued operations, and let go of the home's.
+
+        Each wait takes a second at most.
+        """
+        self.store.connection.close(CLOSE_S)
+        self._home.connection.let_go(CLOSE_S)
 
     def meet(
         self,

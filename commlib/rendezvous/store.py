@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from commlib.deadlines import Deadline
-from commlib.rendezvous.connection import POST_S, CloneOpening, Connection, Step, grace
+from commlib.rendezvous.clone_opening import CloneOpening, clone
+from commlib.rendezvous.connection import POST_S, Connection, Step, grace
 
 
 class BoundedStore:
@@ -134,10 +135,11 @@ class BoundedStore:
         """
         names = [self._prefix + key for key in (*keys, counter)]
         counter_name = self._prefix + counter
+        target_name = None if isinstance(needed, int) else self._prefix + needed
 
         def step(store: Any) -> None:
             count = store.add(counter_name, 1)
-            target = needed if isinstance(needed, int) else store.add(self._prefix + needed, 0)
+            target = needed if target_name is None else store.add(target_name, 0)
             if count >= target:
                 if first is not None:
                     first(store)
@@ -151,7 +153,7 @@ class BoundedStore:
         spares = self.connection.spares
 
         def step(store: Any) -> Any:
-            client = spares.pop() if spares else CloneOpening(store)(deadline)
+            client = spares.pop() if spares else clone(store)
             client.set_timeout(deadline.timedelta())
             return client
 
@@ -168,7 +170,7 @@ class BoundedStore:
         def step(store: Any) -> Any:
             client = clients.get(timeout)
             if client is None:
-                client = clients[timeout] = CloneOpening(store)(deadline)
+                client = clients[timeout] = clone(store)
             client.set_timeout(timedelta(seconds=timeout))
             return client
 

@@ -22,25 +22,64 @@ _LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-l
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # where the system has them
 
 
+class IdleSocket:
+    """A connection to a server on which nothing is sent or received.
+
+    The kernel ends it after the server's process and its forked children. A connection per question
+    would cost more, because torch's server looks up the name of each client, and answers nobody
+    else meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()  # several connections may open at the same time
+
+    @property
+    def connected(self) -> bool:
+        """Return True if the server was reached, also where it has ended since."""
+        return self._socket is not None
+
+    def connect(self, family: socket.AddressFamily, address: Any, deadline: Deadline) -> None:
+        """Connect, and close an earlier socket."""
+        new = _connected(family, address, deadline)
+        with self._lock:
+            last, self._socket = self._socket, new
+        if last is not None:
+            last.close()
+
+    def peer(self) -> str:
+        """Return the numeric address of the server that was reached; empty if it has ended."""
+        idle = self._socket
+        if idle is None:
+            return ""
+        try:
+            with suppress(BlockingIOError):  # there is nothing to read
+                if not idle.recv(1, socket.MSG_PEEK):
+                    return ""
+            return str(idle.getpeername()[0])
+        except OSError:
+            return ""
+
+    def __del__(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
 class TcpOpening:
     """Connect to the TCP store at ``host:port``; the deadline includes the host look-up.
 
     ``who`` is the prefix of error messages. torch's client prints a stack trace for each attempt
-    that finds no server, so a plain socket tries first. It stays open: the kernel ends it after the
-    server's process and its forked children. A connection per question would cost more, because
-    torch's server looks up the name of each client, and answers nobody else meanwhile.
+    that finds no server, so a plain socket tries first. It stays open.
     """
-
-    _idle: socket.socket | None = None  # nothing is sent or received here
 
     def __init__(self, host: str, port: int, who: str) -> None:
         self.host, self.port, self.who = host, port, who
         self.stage = ""
-        self._lock = threading.Lock()  # several connections may open at the same time
+        self._idle = IdleSocket()
 
     def __call__(self, deadline: Deadline) -> dist.Store:
         """Connect within the deadline."""
-        address = self._reached() or self._reach(deadline)
+        address = self._idle.peer() or self._reach(deadline)
         self.stage = (
             f"{self.who} was waiting for an answer to its first request: the port is open, but "
             "its server may not be a rendezvous store; check MASTER_ADDR and MASTER_PORT"
@@ -65,30 +104,7 @@ class TcpOpening:
 
     def answers(self) -> bool:
         """Return True if the server was reached and its process has not ended since."""
-        return bool(self._reached())
-
-    def _reached(self) -> str:
-        """Return the numeric address of the server that was reached; empty if it has ended."""
-        idle = self._idle
-        if idle is None:
-            return ""
-        try:
-            with suppress(BlockingIOError):  # there is nothing to read
-                if not idle.recv(1, socket.MSG_PEEK):
-                    return ""
-            return str(idle.getpeername()[0])
-        except OSError:
-            return ""
-
-    def __del__(self) -> None:
-        if self._idle is not None:
-            self._idle.close()
-
-    def _keep(self, idle: socket.socket) -> None:
-        with self._lock:
-            last, self._idle = self._idle, idle
-        if last is not None:
-            last.close()
+        return bool(self._idle.peer())
 
     def _reach(self, deadline: Deadline) -> str:
         """Wait until the server accepts a connection; return its numeric address."""
@@ -100,7 +116,7 @@ class TcpOpening:
                 self.stage = f"{self.who} was connecting"
                 for family, address in candidates:
                     try:
-                        self._keep(_connected(family, address, deadline))
+                        self._idle.connect(family, address, deadline)
                         return str(address[0])
                     except OSError as error:
                         reason = f"{error.strerror or error}: is rank 0 running"
