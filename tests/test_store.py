@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
@@ -248,6 +248,37 @@ def test_a_server_that_has_ended_is_noticed_without_a_request(
         connection.close(10)
     noise = capfd.readouterr().err
     assert "frame #" not in noise, noise
+
+
+def test_the_last_user_closes_the_connection() -> None:
+    """It frees the store, whose server ends with the last reference, and ends the thread."""
+    base = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    port, store = base.port, BoundedStore.of(PrefixStore("a", base))
+    del base
+    connection, thread = store.connection, store.connection._thread
+    connection.hold()
+    connection.hold()
+    store.delete_after("left", 2, [])  # a queued operation holds no connection
+    connection.release(10)
+    store.set("x", "1", Deadline(10))
+    assert_equal(connection.answers(), True, "with one user")
+    connection.release(10)
+    assert_equal((thread.is_alive(), connection.answers()), (False, False), "without users")
+    with raises(OSError), socket.create_connection(("127.0.0.1", port), 5):
+        pass
+    with raises(BootstrapError, "is closed"):
+        store.set("x", "1", Deadline(10))
+
+
+def test_a_clone_notices_that_the_server_has_ended() -> None:
+    with server() as (port, pid):
+        client = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        store = BoundedStore.of(PrefixStore("a", PrefixStore("b", client)))
+        store.set("x", "1", Deadline(30))
+        assert_equal(store.connection.answers(), True, "while it lives")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not store.connection.answers(), "the kernel has ended the connection")
+        store.connection.close(10)
 
 
 def test_forget() -> None:

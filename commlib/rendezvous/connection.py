@@ -35,7 +35,7 @@ class Opening(Protocol):
 
 
 class _Closed:
-    """What a closed connection has in place of its opening, which may hold a store."""
+    """The opening of a closed connection: the real one may hold a store."""
 
     stage = ""
 
@@ -215,7 +215,7 @@ class Connection:
         with self._counting:
             self._users += 1
 
-    def let_go(self, seconds: float) -> None:
+    def release(self, seconds: float) -> None:
         """Count one user less; the last one closes the connection, in at most ``seconds``.
 
         The server of a store ends with the last reference to it. So this must not wait until

@@ -226,7 +226,7 @@ class HostExchange:
             shared.close()
             self._lock.release()
         with suppress(IndexError):  # a second call, perhaps in another thread
-            self._connections.pop().let_go(min(CLOSE_S, deadline.left()))
+            self._connections.pop().release(min(CLOSE_S, deadline.left()))
 
     def forget(self) -> None:
         """Take a new lock in a forked child: another thread of the parent may have held it."""

@@ -82,12 +82,12 @@ class RollCall:
         return bool(self._registered)
 
     def end(self) -> None:
-        """Close the connection after its queued operations, and let go of the home's.
+        """Close the connection after its queued operations, and release the home's.
 
         Each wait takes a second at most.
         """
         self.store.connection.close(CLOSE_S)
-        self._home.connection.let_go(CLOSE_S)
+        self._home.connection.release(CLOSE_S)
 
     def meet(
         self,
