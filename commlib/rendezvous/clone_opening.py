@@ -9,6 +9,8 @@ import torch.distributed as dist
 from commlib.deadlines import Deadline
 from commlib.rendezvous.tcp_store import IdleSocket, addresses
 
+_WATCH_S = 2.0  # for the idle socket: torch may have reached the server at another address
+
 
 class CloneOpening:
     """Open a separate connection to a store that the program made."""
@@ -18,6 +20,7 @@ class CloneOpening:
     def __init__(self, store: Any) -> None:
         self.store = store
         self._idle, self._lock = IdleSocket(), threading.Lock()
+        self._tried = False  # to connect the idle socket
 
     def __call__(self, deadline: Deadline) -> Any:
         """Return a clone of the store, or the store itself if it can't be cloned."""
@@ -39,8 +42,10 @@ class CloneOpening:
         if not isinstance(base, dist.TCPStore):
             return
         with self._lock, suppress(OSError):  # without a socket the store counts as alive
-            if not self._idle.connected:
-                self._idle.connect(*addresses(base.host, base.port)[0], deadline)
+            tried, self._tried = self._tried, True
+            if not tried:
+                soon = Deadline(max(0.001, min(_WATCH_S, deadline.left())))
+                self._idle.connect(*addresses(base.host, base.port)[0], soon)
 
 
 def clone(store: Any) -> Any:
