@@ -73,8 +73,9 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one that is there
-    __all__ = [name for name in dir(_torch) if not name.startswith("_")]
 
     def __getattr__(name: str) -> Any:
-        """Return what torch.distributed has under this name."""
+        """Return what torch.distributed has under this name, which may be imported by then."""
+        if name == "__all__":
+            return [each for each in dir(_torch) if not each.startswith("_")]
         return getattr(_torch, name)

@@ -4,9 +4,13 @@ import hashlib
 import itertools
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from hypothesis import strategies as st
 from commlib.errors import EngineError
 from commlib.p2p import (
     fused_norm,
+    kernel_cache,
     kernel_table,
     nvrtc,
     peer_memory,
@@ -107,13 +112,13 @@ def test_a_folder_that_others_may_write_is_not_used(home: Path) -> None:
     path = home / ".cache/commlib/kernels"
     path.mkdir(parents=True)
     path.chmod(0o770)
-    assert nvrtc.folder() is None
+    assert kernel_cache.folder() is None
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
     assert nvrtc.binary(source, "sm_90")
     assert not list(path.iterdir())
     path.rmdir()
-    assert nvrtc.folder() == path
+    assert kernel_cache.folder() == path
 
 
 def test_a_file_that_others_may_write_is_not_used(home: Path) -> None:
@@ -136,28 +141,59 @@ def test_a_file_that_others_may_write_is_not_used(home: Path) -> None:
 def test_folders_are_private_whatever_the_umask(home: Path) -> None:
     before = os.umask(0)
     try:
-        path = nvrtc.folder()
+        path = kernel_cache.folder()
     finally:
         os.umask(before)
     assert path is not None
     assert {p.stat().st_mode & 0o777 for p in (path, path.parent, path.parent.parent)} == {0o700}
 
 
-def test_one_file_by_many(home: Path) -> None:
-    """Ranks that compile the same source at the same time all get the whole of it."""
+def test_one_file_by_many(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that need the same code at the same time all get the whole of it; one compiles it."""
     source = home / "some.cu"
     source.write_text('extern "C" __global__ void some() {}')
+    compiled, compile_source = [], nvrtc._compile
+
+    def counted(*args: Any) -> bytes:
+        compiled.append(args)
+        time.sleep(0.2)  # the others come meanwhile
+        return compile_source(*args)
+
+    monkeypatch.setattr(nvrtc, "_compile", counted)
     with ThreadPoolExecutor(8) as ranks:
         binaries = set(ranks.map(lambda _: nvrtc.binary(source, "sm_90"), range(24)))
     assert len(binaries) == 1
+    assert len(compiled) == 1
     (cached,) = (home / ".cache/commlib/kernels").iterdir()
     assert cached.read_bytes().endswith(binaries.pop())
+
+
+def test_a_compiler_that_does_not_end_stops_nobody(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank waits for another one's compiler only so long, and a killed one holds no lock."""
+    source, path = home / "some.cu", kernel_cache.folder()
+    source.write_text('extern "C" __global__ void some() {}')
+    holding = f"""
+import fcntl, os, time
+fcntl.flock(os.open({str(path)!r}, os.O_RDONLY), fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        monkeypatch.setattr(kernel_cache, "_TURN_S", 0.2)
+        assert nvrtc.binary(source, "sm_90")
+        holder.kill()
+    monkeypatch.setattr(kernel_cache, "_TURN_S", 600.0)
+    assert nvrtc.binary(source, "sm_90", ("-DOTHER",))
 
 
 def test_no_home_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert nvrtc.folder() is None
+    assert kernel_cache.folder() is None
 
 
 # -- the choice ------------------------------------------------------------------------------------

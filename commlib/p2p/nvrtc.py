@@ -2,9 +2,6 @@
 
 import ctypes
 import hashlib
-import os
-import secrets
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -14,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlib.errors import EngineError
-from commlib.log import log
-
-_DIGEST = hashlib.sha256().digest_size
+from commlib.p2p import kernel_cache
 
 
 @cache
@@ -38,8 +33,9 @@ def sources(file: Path) -> dict[str, bytes]:
 def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
     """Return the machine code of ``file`` for an architecture like "sm_90".
 
-    What NVRTC makes is kept in ``folder()``. Raises ``EngineError`` with the compiler's words, or
-    when cuda-bindings or NVRTC is missing.
+    What NVRTC makes is kept by ``kernel_cache``. The ranks of a host need the same code at the same
+    time: one of them compiles it. Raises ``EngineError`` with the compiler's words, or when
+    cuda-bindings or NVRTC is missing.
     """
     try:
         from cuda.bindings import nvrtc
@@ -53,60 +49,19 @@ def binary(file: Path, architecture: str, options: Sequence[str] = ()) -> bytes:
     texts = sources(file)
     words = (architecture, version, *options, *texts)
     key = hashlib.sha256(b"\0".join([*(word.encode() for word in words), *texts.values()]))
-    cache_dir = folder()
+    cache_dir = kernel_cache.folder()
     path = None if cache_dir is None else cache_dir / f"{file.stem}-{key.hexdigest()[:32]}.cubin"
-    code = None if path is None else _read(path)
+    flags = [f"--gpu-architecture={architecture}", *options]
+    if path is None:
+        return _compile(nvrtc, texts, flags)
+    code = kernel_cache.read(path)
     if code is None:
-        code = _compile(nvrtc, texts, [f"--gpu-architecture={architecture}", *options])
-        if path is not None:
-            _write(path, code)
+        with kernel_cache.turn(path.parent):
+            code = kernel_cache.read(path)  # another process may have compiled it meanwhile
+            if code is None:
+                code = _compile(nvrtc, texts, flags)
+                kernel_cache.write(path, code)
     return code
-
-
-def folder() -> Path | None:
-    """Return where machine code is kept: a folder that this user alone may write, or None."""
-    try:
-        path = Path.home()
-        for name in (".cache", "commlib", "kernels"):
-            path /= name
-            path.mkdir(mode=0o700, exist_ok=True)
-        state = path.stat()
-    except (OSError, RuntimeError) as error:
-        log.once("compiled kernels are not kept: %s", error)
-        return None
-    if not _private(state):
-        log.once("compiled kernels are not kept: others may write to %s; remove it", path)
-        return None
-    return path
-
-
-def _private(state: os.stat_result) -> bool:
-    """Return True if no other user may write there."""
-    return state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _read(path: Path) -> bytes | None:
-    """Return what was kept, unless it is not whole, or others could have put it there."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            if not _private(os.fstat(file.fileno())):
-                return None
-            data = file.read()
-    except OSError:
-        return None
-    digest, code = data[:_DIGEST], data[_DIGEST:]
-    return code if hashlib.sha256(code).digest() == digest else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Put the file there in one step: other ranks write and read the same one."""
-    part = path.with_name(f".{secrets.token_hex(8)}")
-    try:
-        part.touch(mode=0o600)
-        part.write_bytes(hashlib.sha256(code).digest() + code)
-        part.replace(path)
-    except OSError as error:
-        log.once("compiled kernels are not kept: %s", error)
 
 
 def _compile(nvrtc: Any, texts: dict[str, bytes], options: Sequence[str]) -> bytes:
