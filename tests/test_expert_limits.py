@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from commlib import ops
 from commlib.errors import ArgumentError, CommError
 from tests.support.checks import assert_equal, raises
@@ -57,3 +59,19 @@ def test_a_gradient_on_one_rank(comm: Any) -> None:
                 with raises(CommError, "barrier"):
                     ring.barrier()
             comm.barrier()
+
+
+@runs_on("cpu_ranks")
+def test_a_gradient_of_counted_rows_on_one_rank(comm: Any) -> None:
+    """The error of a backward names the collective that the program has called."""
+    counts = torch.ones(comm.size, dtype=torch.int64)
+    with another(comm, 110, timeout=4) as ring:
+        x = torch.ones(comm.size, 8, requires_grad=comm.rank == 0)
+        rows = ops.global_scatter(x, counts, counts, 110, capacity=comm.size)
+        if comm.rank == 0:
+            with raises(CommError, "the backward of global_scatter", *SAME):
+                rows.sum().backward()
+        else:
+            with raises(CommError, "barrier"):
+                ring.barrier()
+        comm.barrier()

@@ -92,6 +92,8 @@ def test_refusals(comm: Any) -> None:
     lookup = ops.vocab_parallel_embedding
     ids = torch.tensor([0, 3, 12], device=comm.device)
     weight = torch.zeros(ROWS, DIM, device=comm.device)
+    with raises(ArgumentError, "start_index=tensor", "the operator takes no ring"):
+        lookup(ids, weight, torch.ones(2))
     with raises(ArgumentError, "start_index=-1"):
         lookup(ids, weight, -1)
     with raises(ArgumentError, "0 to 12", "0 to 11"):

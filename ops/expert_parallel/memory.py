@@ -45,7 +45,9 @@ def rows_needed(ring: CommContext, spec: ExpertSpec, copies: int, *, back: bool 
     remedy = _FEWER.format("a rank" if spec.counted else "an expert")
     if spec.counted and back:
         remedy += ", to global_scatter"
-    return Needed(_name(spec, back), count, _problem(ring, subject, count, rows), remedy)
+    return Needed(
+        call_name(spec.counted, back), count, _problem(ring, subject, count, rows), remedy
+    )
 
 
 def result_needed(ring: CommContext, spec: ExpertSpec, tokens: int, copies: int = 1) -> Needed:
@@ -55,7 +57,7 @@ def result_needed(ring: CommContext, spec: ExpertSpec, tokens: int, copies: int 
     subject = f"capacity={tokens}" if spec.counted else f"the result of {tokens} tokens"
     problem = _problem(ring, subject, count, f"rows of width {spec.width}")
     remedy = _FEWER.format("a rank") if spec.counted else "pass fewer tokens to expert_dispatch"
-    return Needed(_name(spec, True), count, problem, remedy)
+    return Needed(call_name(spec.counted, True), count, problem, remedy)
 
 
 def tables_needed(ring: CommContext, capacity: int, back: bool) -> Needed:
@@ -68,8 +70,12 @@ def _problem(ring: CommContext, subject: str, count: int, rows: str) -> str:
     return f"{subject} needs {count} bytes on {ring.device} for {rows}, which can't be allocated"
 
 
-def _name(spec: ExpertSpec, back: bool) -> str:
-    return (COLLECTIVES if spec.counted else _OPERATORS)[back]
+def call_name(counted: bool, back: bool) -> str:
+    """Return what the program calls to send rows (``back``: to get them back).
+
+    ``counted``: by their numbers, as in ``global_scatter``, in place of chosen experts.
+    """
+    return (COLLECTIVES if counted else _OPERATORS)[back]
 
 
 @contextmanager

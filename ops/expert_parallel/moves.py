@@ -11,6 +11,7 @@ from commlib.core.manager import _rings
 from commlib.errors import CommTimeout, MismatchError
 from commlib.ops.expert_parallel import calls
 from commlib.ops.expert_parallel.checks import check_combine
+from commlib.ops.expert_parallel.memory import call_name
 from commlib.ops.registered.library import register
 from commlib.ops.registered.traced_ring import sized
 from commlib.p2p.experts.tables import ExpertSpec, ExpertTables, local_experts
@@ -95,17 +96,19 @@ def is_on_host(ring_id: int) -> bool:
 def scattered(x: Tensor, *given: Any) -> Tensor:
     """Return ``x`` of each choice at its position; ``given`` are the fields of a ``Move``."""
     move = Move(*given)
-    ring, spec = sized("expert_dispatch", move.ring_id, move.size), move.spec(x.dtype, x.shape[1])
-    needs_result(ring, "expert_dispatch")
+    collective = call_name(move.counted, False)
+    ring, spec = sized(collective, move.ring_id, move.size), move.spec(x.dtype, x.shape[1])
+    needs_result(ring, collective)
     return calls.scatter(ring, x, move.tables, move.active, spec, move.use_calc_stream)
 
 
 def combined(y: Tensor, *given: Any) -> Tensor:
     """Return the sum of each token's rows; ``given`` are the fields of a ``Move``."""
     move = Move(*given)
-    ring, local = sized("expert_combine", move.ring_id, move.size), _local(move)
-    check_combine(ring, "expert_combine", y, local, move.capacity)
-    needs_result(ring, "expert_combine")
+    collective = call_name(move.counted, True)
+    ring, local = sized(collective, move.ring_id, move.size), _local(move)
+    check_combine(ring, collective, y, local, move.capacity)
+    needs_result(ring, collective)
     spec = move.spec(y.dtype, y.shape[2])
     return calls.combine(ring, y, move.tables, move.active, spec, move.use_calc_stream)
 
@@ -142,13 +145,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with same_gradients("expert_dispatch"):
-        return sums(grad, *saved(ctx)), *[None] * len(Move._fields)
+    move = saved(ctx)
+    with same_gradients(call_name(move.counted, False)):
+        return sums(grad, *move), *[None] * len(Move._fields)
 
 
 def _sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with same_gradients("expert_combine"):
-        return rows(grad, *saved(ctx)), *[None] * len(Move._fields)
+    move = saved(ctx)
+    with same_gradients(call_name(move.counted, True)):
+        return rows(grad, *move), *[None] * len(Move._fields)
 
 
 rows = register(

@@ -26,7 +26,7 @@ def vocab_parallel_embedding(
         ids.shape + [dim] of weight's dtype; zeros for ids of other shards.
 
     Raises:
-        ArgumentError: ``start_index`` is negative, or an id is out of range.
+        ArgumentError: ``start_index`` is negative or a tensor, or an id is out of range.
         DtypeError: ``ids`` are not int32 or int64.
         ShapeError: ``weight`` is not a non-empty matrix.
     """
@@ -45,8 +45,11 @@ def _check(ids: torch.Tensor, weight: torch.Tensor, start_index: int, vocab_size
             f"vocab_parallel_embedding: weight has shape {tuple(weight.shape)}; expected "
             f"[rows, dim] with rows and dim above 0"
         )
-    if start_index < 0:
-        raise ArgumentError(f"vocab_parallel_embedding: start_index={start_index}; expected >= 0")
+    if isinstance(start_index, torch.Tensor) or start_index < 0:
+        raise ArgumentError(
+            f"vocab_parallel_embedding: start_index={start_index!r:.60}; expected a whole number "
+            f">= 0, the first id of this rank's rows; the operator takes no ring"
+        )
     if vocab_size < 0 or needs_op(ids) or not ids.numel():
         return
     if sees_capture(ids):
