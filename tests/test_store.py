@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commlib.deadlines import Deadline
 from commlib.errors import BootstrapError
+from commlib.rendezvous.clone_opening import CloneOpening
 from commlib.rendezvous.connection import Connection
 from commlib.rendezvous.store import BoundedStore
 from commlib.rendezvous.tcp_store import TcpOpening, addresses, serve
@@ -279,6 +280,22 @@ def test_a_clone_notices_that_the_server_has_ended() -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: not store.connection.answers(), "the kernel has ended the connection")
         store.connection.close(10)
+
+
+def test_rings_of_one_store_watch_its_server_together() -> None:
+    """A server needs one more socket for each rank, and none for each ring."""
+    port, watching = free_port(), []
+    for _ in range(2):  # the second server takes the port of the first one
+        base = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        openings = [CloneOpening(PrefixStore(f"ring {i}", base)) for i in range(3)]
+        clones = [opening(Deadline(30)) for opening in openings]
+        assert_equal(len({id(opening._idle) for opening in openings}), 1, "idle sockets")
+        assert all(opening.answers() for opening in openings)
+        watching.append(openings[0])
+        del base, clones, openings
+        watching[-1].store = None
+        until(lambda: not watching[-1].answers(), "the server has ended")
+    assert watching[0]._idle is not watching[1]._idle
 
 
 def test_forget() -> None:

@@ -1,6 +1,6 @@
 """The opening of a store that the program or torch made, and the question if its server lives."""
 
-import threading
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -19,12 +19,12 @@ class CloneOpening:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self._idle, self._lock = IdleSocket(), threading.Lock()
-        self._tried = False  # to connect the idle socket
+        self._idle: IdleSocket | None = None
 
     def __call__(self, deadline: Deadline) -> Any:
         """Return a clone of the store, or the store itself if it can't be cloned."""
-        self._watch(deadline)
+        if self._idle is None:
+            self._idle = _watching(self.store, deadline)
         return clone(self.store)
 
     def answers(self) -> bool:
@@ -32,20 +32,33 @@ class CloneOpening:
 
         That of ``init_process_group`` ends when rank 0 destroys its groups, maybe before others.
         """
-        return not self._idle.connected or bool(self._idle.peer())
+        return self._idle is None or not self._idle.connected or bool(self._idle.peer())
 
-    def _watch(self, deadline: Deadline) -> None:
-        """Connect the idle socket once, where the store is a TCP store."""
-        base = self.store
-        while isinstance(base, dist.PrefixStore):
-            base = base.underlying_store
-        if not isinstance(base, dist.TCPStore):
-            return
-        with self._lock, suppress(OSError):  # without a socket the store counts as alive
-            tried, self._tried = self._tried, True
-            if not tried:
-                soon = Deadline(max(0.001, min(_WATCH_S, deadline.left())))
-                self._idle.connect(*addresses(base.host, base.port)[0], soon)
+
+# One per server: a thousand ranks with many rings would need more sockets than a server has.
+_idle_sockets: "weakref.WeakValueDictionary[tuple[str, int], IdleSocket]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _watching(store: Any, deadline: Deadline) -> IdleSocket | None:
+    """Return an idle socket to the server of a TCP store; None for other stores.
+
+    It is not connected if the server was not reached: the store counts as alive then.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    server = store.host, store.port
+    idle = _idle_sockets.get(server)
+    if idle is not None and (idle.peer() or not idle.connected):
+        return idle
+    idle = _idle_sockets[server] = IdleSocket()  # the first one, or a later server at this port
+    with suppress(OSError):
+        soon = Deadline(max(0.001, min(_WATCH_S, deadline.left())))
+        idle.connect(*addresses(*server)[0], soon)
+    return idle
 
 
 def clone(store: Any) -> Any:
