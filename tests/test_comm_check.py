@@ -30,17 +30,19 @@ def ring_of(
 ) -> Iterator[Any]:
     """Give a ring with its own level, and close it.
 
-    Its members have long to compare their calls: on a busy machine a second may be too short.
+    Its members have long to publish and compare their calls: on a busy machine a second may be too
+    short.
     """
     with commlib.flags.override(CHECK, level):
         ring = commlib.new_ring(ring_id, ranks or range(comm.size), timeout=timeout)
     assert ring is not None
-    before, call_reports.LOOK_S = call_reports.LOOK_S, 20
+    before = call_reports.LOOK_S, call_reports.PUBLISH_S
+    call_reports.LOOK_S, call_reports.PUBLISH_S = 20, 5
     try:
         yield ring
         commlib.CommContextManager.instance().close(ring_id)
     finally:
-        call_reports.LOOK_S = before
+        call_reports.LOOK_S, call_reports.PUBLISH_S = before
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

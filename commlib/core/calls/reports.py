@@ -20,7 +20,7 @@ from commlib.rendezvous.store import BoundedStore
 
 LOOK_S = 1.0  # A close or a short deadline spends at most this on the comparison.
 _LONGEST_LOOK_S = 5.0  # This is the most after a deadline of a minute or more.
-_PUBLISH_S = 0.5  # This is longer than a slice of a wait on a CPU.
+PUBLISH_S = 0.5  # This is longer than a slice of a wait on a CPU.
 _POLL_S = 0.02
 _STORE_S = 30.0  # long: a shorter limit would mark a connection that others use as faulty
 _SHOWN = 4  # ranks whose calls a text shows
@@ -191,7 +191,7 @@ class CallReports:
 
     def _await(self, store: _Keys, ranks: Sequence[int]) -> None:
         """Wait a short time until members have published the calls that they fail in."""
-        deadline, waiting = Deadline(_PUBLISH_S), list(ranks)
+        deadline, waiting = Deadline(PUBLISH_S), list(ranks)
         while waiting and not deadline.passed():
             places = self._places(store, waiting)
             waiting = [rank for rank in waiting if places.get(rank, (0, "open"))[1] == "open"]
