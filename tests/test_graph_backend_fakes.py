@@ -11,20 +11,10 @@ from torch.fx import Graph, GraphModule, Node, Tracer
 from commlib import graph
 from commlib.graph import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.cuts import cut
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 ROWS, WIDTH = 3, 4
-
-
-@torch.library.custom_op(
-    "graph_fakes_tests::cut", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def cut(x: Tensor) -> Tensor:
-    """Return a multiple; graphs are cut here."""
-    return x * 3
-
-
-cut.register_fake(torch.empty_like)
 func: Any = torch.func
 TRANSFORMS: dict[str, Callable[[Tensor], Any]] = {
     "grad": lambda x: func.grad(lambda a: (a**2).sum())(x),

@@ -13,22 +13,11 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from commlib import graph
 from commlib.graph import GraphError
 from tests.support.checks import assert_equal, raises
+from tests.support.cuts import cut
 
 CALLS = 4
 OTHER_LAYOUT = "its inputs have other shapes or strides than the examples"
 LOST = "is written after a cut, and shares its memory with"
-
-
-@torch.library.custom_op(
-    "graph_shared_tests::cut", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def cut(x: Tensor) -> Tensor:
-    """Return a multiple; graphs are cut here."""
-    return x * 3
-
-
-cut.register_fake(torch.empty_like)
-cut.register_autograd(lambda ctx, grad: grad * 3)
 
 
 def overlapping(x: Tensor, y: Tensor) -> Any:

@@ -10,20 +10,9 @@ from torch.fx import symbolic_trace
 from commlib import graph
 from commlib.graph import GraphError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
+from tests.support.cuts import cut
 
 ROWS, WIDTH = 4, 8
-
-
-@torch.library.custom_op(
-    "graph_state_tests::cut", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def cut(x: Tensor) -> Tensor:
-    """Return a multiple; graphs are cut here."""
-    return x * 3
-
-
-cut.register_fake(torch.empty_like)
-cut.register_autograd(lambda ctx, grad: grad * 3)
 
 
 class Norm(nn.Module):
