@@ -38,3 +38,13 @@ def test_scalars(comm: Any) -> None:
     assert_bits_equal(gathered, torch.tensor([1.0, 2.0]), "0-D inputs")
     (gathered * torch.tensor([3.0, 5.0], device=comm.device)).sum().backward()
     assert_bits_equal(x.grad, torch.tensor([6.0, 10.0][comm.rank]), "gradient")
+
+
+@runs_on("ranks")
+def test_one_element_with_any_stride(comm: Any) -> None:
+    """A tensor of one element is dense, whatever its stride is."""
+    for dtype in MOVABLE:
+        both = [sample(rank, (1, 8), dtype) for rank in range(2)]
+        actual = ops.all_gather(both[comm.rank].to(comm.device)[:, 3])
+        expected = from_bits(joined([bits(x)[:, 3] for x in both], 0), dtype)
+        assert_bits_equal(actual, expected, f"{dtype}")

@@ -353,3 +353,12 @@ def test_an_operator_with_other_strides() -> None:
         assert_bits_equal(captured(torch.ones(4, 3)), torch.full((4, 3), 2.0), f"turn {turn}")
     with raises(GraphError, "strides (3, 1) in a replay", "strides (1, 0)", "contiguous()"):
         captured(torch.full((4, 3), 2.0))
+
+
+@runs_on("unified_ranks")
+def test_one_element_with_any_stride(comm: Any) -> None:
+    """A result of one element has the stride of what it was cut out of."""
+    captured = graph.capture(lambda x: (x * 2)[:, 0])
+    for turn in range(3):
+        x = torch.full((1, 8), turn + 1.0, device=comm.device)
+        assert_bits_equal(captured(x), torch.full((1,), 2 * turn + 2.0), f"turn {turn}")

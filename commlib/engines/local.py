@@ -11,8 +11,9 @@ Tensor = torch.Tensor
 
 def flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the elements of a dense tensor in one row, seen as ``dtype``."""
-    row = tensor.view(-1)
-    return row if dtype is tensor.dtype else row.view(dtype)
+    if dtype is tensor.dtype:
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)  # one element has any stride
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

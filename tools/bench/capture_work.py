@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from commlib import CommContext, graph, ops
+from commlib.engines.local import flat
 
 EAGER = "eager"
 TENSORS, SIDE = 400, 64  # of the update: tensors of a kind, and their rows and columns
@@ -51,7 +52,7 @@ def check(kind: str, results: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    return flat(x.contiguous(), torch.uint8)
 
 
 class Update:

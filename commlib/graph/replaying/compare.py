@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from commlib.core.tensors import parts
+from commlib.engines import local
 from commlib.graph.calls.key_values import value
 from commlib.graph.calls.outputs import flat
 from commlib.graph.python.changes import Change
@@ -252,7 +253,7 @@ def _same_bits(batch: Sequence[Pair]) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    return local.flat(x.contiguous(), torch.uint8)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from commlib.engines.local import flat
 from commlib.graph.operators.program_line import remedy_here, user_line
 from commlib.graph.operators.schema import OpCall
 from commlib.graph.operators.step import Step, as_recorded, map_tensors, tensors_in
@@ -258,8 +259,8 @@ def _memory(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = (x.resolve_conj().resolve_neg().contiguous().view(-1) for x in (one, other))
-    a, b = (x.view(torch.uint8) for x in pair)
+    pair = (x.resolve_conj().resolve_neg().contiguous() for x in (one, other))
+    a, b = (flat(x, torch.uint8) for x in pair)
     return torch.equal(a, b)
 
 
