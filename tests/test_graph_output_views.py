@@ -66,6 +66,18 @@ def _with_a_dead_view(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tens
     return y[:, :2], flat[:], y.t()
 
 
+def _after_a_write(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * weight
+    view = y.view_as(y)
+    y.mul_(2)
+    return y, view, view.unsqueeze(0)
+
+
+def _copies(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    one, other = (x * weight).expand(2, 3, 3).unbind(0)
+    return one, other, one[1:]
+
+
 SHARING = (_chain, _of_a_view, _with_gaps, _twice, _without_history, _of_one_without_history)
 
 
@@ -125,7 +137,9 @@ def _gradients(outs: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch
     return [*torch.autograd.grad(sum(losses), [weight, *leading])]
 
 
-@pytest.mark.parametrize("fn", [*SHARING, _of_one_base, _rows, _with_a_dead_view])
+@pytest.mark.parametrize(
+    "fn", [*SHARING, _of_one_base, _rows, _with_a_dead_view, _after_a_write, _copies]
+)
 @runs_on("unified_ranks")
 def test_gradients_of_outputs_that_share_memory(
     comm: Any, fn: Callable[..., tuple[torch.Tensor, ...]]
@@ -168,3 +182,22 @@ def test_a_view_beyond_the_gaps_of_a_view() -> None:
             for each in (captured, fn)
         )
         assert_bits_equal(one[0], other[0], f"turn {turn}")
+
+
+@runs_on("unified_ranks")
+def test_a_view_of_a_view_without_gradients(comm: Any) -> None:
+    """A backward from it ends there, in a replay as in an eager call."""
+    weight = torch.arange(1.0, 10.0, device=comm.device).view(3, 3).requires_grad_()
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * weight
+        with torch.no_grad():
+            first = y[:1]
+        return first[0], y
+
+    captured = graph.capture(fn, outputs="copy")
+    for turn in range(3):
+        row, y = captured(torch.full((3, 3), turn + 1.0, device=comm.device))
+        row.backward(torch.ones_like(row))
+        assert row.requires_grad and weight.grad is None, f"turn {turn}"
+        assert_bits_equal(y[0], row, f"turn {turn}")

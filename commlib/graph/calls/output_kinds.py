@@ -1,5 +1,6 @@
 """The kinds of outputs of a captured function, with what a replay gives for each."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,13 +48,32 @@ class PartOf:
     offset: int  # from that tensor's first element on
     detached: bool
     no_grad: bool  # it requires grad, but was made where autograd was off
+    later: bool  # it is a view of such a view, made where autograd was on
     number: int  # of its node in the order of autograd, which adds up gradients in that order
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it of the tensor that this call has there."""
         tensor = tensor.detach() if self.detached else tensor
+        offset = tensor.storage_offset() + self.offset
         with torch.no_grad() if self.no_grad else nullcontext():
-            return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+            view = tensor.as_strided(self.size, self.stride, offset)
+        return view.view_as(view) if self.later else view
+
+
+def in_turn(parts: Mapping[int, PartOf]) -> list[tuple[int, PartOf]]:
+    """Return views with their places, each after what it is of, and else in autograd's order.
+
+    A write to a view of a tensor gives both a new node. So what it is of may have a later one.
+    """
+
+    def turn(i: int) -> tuple[int, int]:
+        number, depth = parts[i].number, 0
+        while parts[i].place in parts:
+            i, depth = parts[i].place, depth + 1
+            number = max(number, parts[i].number)
+        return number, depth
+
+    return [(i, parts[i]) for i in sorted(parts, key=turn)]
 
 
 class Borrowed(NamedTuple):

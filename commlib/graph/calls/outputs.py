@@ -20,6 +20,7 @@ from commlib.graph.calls.output_kinds import (
     PartOf,
     Plain,
     View,
+    in_turn,
 )
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
@@ -93,8 +94,8 @@ class Outputs:
             else:
                 self._kinds.append(_kind(leaf, given, own, lasting))
         self._borrowed = [i for i, kind in enumerate(self._kinds) if isinstance(kind, Borrowed)]
-        parts = ((i, kind) for i, kind in enumerate(self._kinds) if isinstance(kind, PartOf))
-        self._parts = sorted(parts, key=lambda part: part[1].number)  # each after what it is of
+        parts = {i: kind for i, kind in enumerate(self._kinds) if isinstance(kind, PartOf)}
+        self._parts = in_turn(parts) if parts else []
         self._again = [(i, kind.place) for i, kind in enumerate(self._kinds) if type(kind) is Again]
         self._leaves = [i for i in self._borrowed if cast(Borrowed, self._kinds[i]).leaf]
         made = {i: kind.value for i, kind in enumerate(self._kinds) if isinstance(kind, Made)}

@@ -73,8 +73,8 @@ def _part_of(
         if made_here and _covers(x, leaf) and is_plain_view(leaf, x):
             offset = int(leaf.storage_offset() - x.storage_offset())
             detached = x.requires_grad and not leaf.requires_grad
-            number = _number(leaf) if flows else 0
-            return PartOf(i, leaf.size(), leaf.stride(), offset, detached, no_grad, number)
+            later, number = no_grad and leaf.grad_fn is not None, _number(leaf) if flows else 0
+            return PartOf(i, leaf.size(), leaf.stride(), offset, detached, no_grad, later, number)
     return None
 
 
@@ -82,26 +82,29 @@ def _sources(
     leaf: torch.Tensor, tensors: dict[int, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the tensors to which the gradient of ``leaf`` flows, the nearest first."""
-    by_node = {x.grad_fn: i for i, x in tensors.items() if x is not leaf and x.grad_fn is not None}
-    for node in _history(leaf):
-        if node in by_node:
-            yield by_node[node], tensors[by_node[node]]
+    by_edge = {(x.grad_fn, x.output_nr): i for i, x in tensors.items() if x.grad_fn is not None}
+    for edge in _history(leaf):
+        if edge in by_edge:
+            yield by_edge[edge], tensors[by_edge[edge]]
 
 
 def _history(x: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes through which the gradient of ``x`` flows, up to one with more inputs."""
+    """Yield the edges over which the gradient of ``x`` flows back, up to a node with more inputs.
+
+    An edge is a node and the number of one of its outputs.
+    """
     node = x.grad_fn
-    while node is not None:
-        yield node
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    while node is not None and len(node.next_functions) == 1:
+        yield node.next_functions[0]
+        node = node.next_functions[0][0]
 
 
 def _ends_nowhere(x: torch.Tensor) -> bool:
     """Return True for a view that requires grad, but was made where autograd was off."""
     if not x.requires_grad or x._base is None:
         return False
-    nodes = [*_history(x)]
-    return not nodes or [source for source, _ in nodes[-1].next_functions] == [None]
+    edges = [*_history(x)]
+    return x.grad_fn is None or (bool(edges) and edges[-1][0] is None)
 
 
 def _covers(x: torch.Tensor, leaf: torch.Tensor) -> bool:
