@@ -152,3 +152,19 @@ def check_backwards(
                 f"computed from, but a replay would not add to its gradient; pass x.detach(), or "
                 f"return its gradient"
             )
+
+
+def source_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
+    """Return the position of the tensor that a leaf is, or is a view of; None for other memory.
+
+    Of several in one memory it is the one that the gradient of the leaf flows to.
+    """
+    key, end = leaf.untyped_storage()._cdata, None
+    matches = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
+    if len(matches) > 1:
+        node = leaf.grad_fn
+        while node is not None and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+        end = getattr(node, "variable", None)
+    matches.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
+    return matches[0] if matches else None

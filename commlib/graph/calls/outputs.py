@@ -9,6 +9,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from commlib.core.tensors import is_pending
 from commlib.errors import GraphError
 from commlib.graph.calls.lasting import Lasting, MadeObjects, hides
+from commlib.graph.calls.leaves import source_of
 from commlib.graph.calls.output_guard import LENT, OutputGuards
 from commlib.graph.calls.output_kinds import (
     Again,
@@ -22,6 +23,8 @@ from commlib.graph.calls.output_kinds import (
     View,
     in_turn,
 )
+from commlib.graph.calls.views import apart, is_plain_view
+from commlib.graph.operators.history import node_of
 from commlib.graph.operators.layout import copy_of, is_packed
 from commlib.graph.python.objects import unfold
 from commlib.graph.python.user_names import kind_name
@@ -180,7 +183,7 @@ class Outputs:
 
 def leads_back(tensor: Any) -> bool:
     """Return True if gradients flow through an output."""
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.grad_fn is not None
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and node_of(tensor) is not None
 
 
 def _kind(
@@ -193,67 +196,18 @@ def _kind(
         return leaf
     if not isinstance(leaf, torch.Tensor):
         return Made(leaf) if lasting.misses(leaf) else Plain(leaf)
-    position, is_leaf = source_of(leaf, given), leaf.requires_grad and leaf.grad_fn is None
+    position, alone = source_of(leaf, given), leaf.requires_grad and node_of(leaf) is None
     if position is None:
         if own(leaf):
-            return Borrowed(leaf.detach(), is_packed(leaf), is_leaf, type(leaf) not in LENT)
-        made = leaf not in lasting and (is_leaf or leaf.layout is torch.strided)
-        return Alias(_apart(leaf)) if made else Plain(leaf)
+            return Borrowed(leaf.detach(), is_packed(leaf), alone, type(leaf) not in LENT)
+        made = leaf not in lasting and (alone or leaf.layout is torch.strided)
+        return Alias(apart(leaf)) if made else Plain(leaf)
     tensor = given[position]
     if leaf is tensor:
         return Argument(position)
     offset = int(leaf.storage_offset() - tensor.storage_offset())
-    detached = tensor.requires_grad and (is_leaf or not leaf.requires_grad)
-    return View(position, leaf.size(), leaf.stride(), offset, detached, is_leaf)
-
-
-def _apart(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that the program can't change in place of ``leaf``."""
-    return Alias(leaf).again()
-
-
-# Nodes of views that `as_strided` can stand for: each element is in one place only.
-_VIEWS = (
-    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
-    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
-)  # fmt: skip
-
-
-def source_of(leaf: torch.Tensor, given: Sequence[torch.Tensor]) -> int | None:
-    """Return the position of the tensor that a leaf is, or is a view of; None for other memory.
-
-    Of several in one memory it is the one that the gradient of the leaf flows to.
-    """
-    key, end = leaf.untyped_storage()._cdata, None
-    matches = [i for i, x in enumerate(given) if x.untyped_storage()._cdata == key]
-    if len(matches) > 1:
-        node = leaf.grad_fn
-        while node is not None and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
-        end = getattr(node, "variable", None)
-    matches.sort(key=lambda i: (given[i] is not leaf, given[i] is not end))
-    return matches[0] if matches else None
-
-
-def is_plain_view(leaf: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return True if ``as_strided`` of ``source`` can stand for a tensor in its memory.
-
-    ``as_strided`` of a view is another function: its gradient is none where the view has gaps.
-    """
-    same = leaf.dtype == source.dtype
-    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
-    node: Any = leaf.grad_fn
-    end = source.grad_fn
-    while same and not _is_end(node, end):
-        name = type(node).__name__.partition("Backward")[0]
-        same = name in _VIEWS and len(node.next_functions) == 1
-        node = node.next_functions[0][0]
-        same = same and (name != "AsStrided" or _is_end(node, end))
-    return same
-
-
-def _is_end(node: Any, end: Any) -> bool:
-    return node in (None, end) or type(node).__name__ == "AccumulateGrad"
+    detached = tensor.requires_grad and (alone or not leaf.requires_grad)
+    return View(position, leaf.size(), leaf.stride(), offset, detached, alone)
 
 
 def standing(

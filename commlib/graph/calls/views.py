@@ -1,12 +1,21 @@
-"""Tensors of a result that are views of others."""
+"""Tensors of a result that are views: of arguments, of weights, and of others."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from commlib.graph.calls.output_kinds import PartOf
-from commlib.graph.calls.outputs import is_plain_view, source_of
+from commlib.graph.calls.leaves import source_of
+from commlib.graph.calls.output_kinds import Alias, PartOf
+from commlib.graph.operators.history import is_leaf, node_of
+from commlib.graph.operators.layout import repeats
+
+# Nodes of views that `as_strided` can stand for: each element is in one place only.
+_VIEWS = (
+    "Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze",
+    "Swapaxes", "T", "Transpose", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+_SEVERAL = "Split", "SplitWithSizes", "Unbind"
 
 
 def views_among(leaves: Sequence[Any], given: Sequence[torch.Tensor]) -> dict[int, PartOf]:
@@ -132,3 +141,36 @@ def is_dense(x: torch.Tensor) -> bool:
             return False
         expected *= n
     return True
+
+
+def is_plain_view(leaf: torch.Tensor, source: torch.Tensor, views: Sequence[str] = _VIEWS) -> bool:
+    """Return True if ``as_strided`` of ``source`` can stand for a tensor in its memory.
+
+    ``as_strided`` of a view is another function: its gradient is none where the view has gaps, and
+    is divided where the tensor repeats elements. ``views``: the nodes that may be in between.
+    """
+    same = leaf.dtype == source.dtype and not (source.requires_grad and repeats(source))
+    same = same and leaf.is_conj() == source.is_conj() and leaf.is_neg() == source.is_neg()
+    node: Any = leaf.grad_fn
+    end = source.grad_fn
+    while same and not _is_end(node, end):
+        name = type(node).__name__.partition("Backward")[0]
+        same = name in views and len(node.next_functions) == 1
+        node = node.next_functions[0][0]
+        same = same and (name != "AsStrided" or _is_end(node, end))
+    return same
+
+
+def _is_end(node: Any, end: Any) -> bool:
+    return node in (None, end) or type(node).__name__ == "AccumulateGrad"
+
+
+def apart(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that the program can't change in place of ``leaf``.
+
+    Torch gives up those of ``chunk`` and its like when their base is written, as a weight is.
+    """
+    base = leaf._base if node_of(leaf) else None
+    if base is not None and is_leaf(base) and is_plain_view(leaf, base, (*_VIEWS, *_SEVERAL)):
+        leaf = base.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
+    return Alias(leaf).again()

@@ -48,6 +48,7 @@ class CompiledCode(Described):
             lifts=False,
             detaches=False,
             writes=tuple((i, "") for i in writes),
+            lists=False,
             unsaid=(),
             learns=None,
             own_random=False,

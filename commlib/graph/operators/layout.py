@@ -67,6 +67,16 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *geometry)
 
 
+def repeats(tensor: torch.Tensor) -> bool:
+    """Return True if one element of memory may be at several places of a strided tensor."""
+    reach = 0
+    for step, n in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if n > 1 and step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False
+
+
 def expanded_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions along which a tensor repeats its elements, as ``expand`` makes them."""
     strides = tensor.stride() if tensor.layout is torch.strided else ()

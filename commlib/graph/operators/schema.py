@@ -51,6 +51,7 @@ class Facts(NamedTuple):
         lifts: True if it creates a tensor from a literal.
         detaches: True if it is the ``detach`` that torch calls for a saved result.
         writes: Arguments that it writes to.
+        lists: True if these are lists, whose writes torch counts only where no mode watches.
         unsaid: Arguments that it writes to if ``learns`` is true or None.
         learns: The argument that selects this.
         own_random: True if it draws from a separate random state, which restarts when torch's
@@ -72,6 +73,7 @@ class Facts(NamedTuple):
     lifts: bool
     detaches: bool
     writes: tuple[Place, ...]
+    lists: bool
     unsaid: tuple[Place, ...]
     learns: Place | None
     own_random: bool
@@ -112,6 +114,7 @@ def facts(func: Any) -> Facts:
         lifts=func is _aten.lift_fresh.default,
         detaches=func is _aten.detach.default,
         writes=writes,
+        lists=any(str(arguments[i].type) == "List[Tensor]" for i, _ in writes),
         unsaid=tuple(arg for arg in reads if arg[1] in _UNSAID),
         learns=next((arg for arg in reads if arg[1] in _LEARNS), None),
         own_random=any(x.name == _OWN_RANDOM for x in arguments),

@@ -74,8 +74,9 @@ class Inputs:
         shared: dict[Any, torch.Tensor] = {}
         for i in positions:
             tensor = call.tensors[i]
-            layout = tensor.data_ptr(), *of_tensor(tensor)
-            self.copies[i] = shared.setdefault(layout, copy_of(tensor))
+            empty = not tensor.numel()  # it has no address
+            key = id(tensor) if empty else (tensor.data_ptr(), *of_tensor(tensor))
+            self.copies[i] = shared.setdefault(key, copy_of(tensor))
             if not is_packed(tensor) or tensor.is_conj() or tensor.is_neg():
                 self._odd.add(i)
             # What a replay puts there is not a change of what a backward has saved of the last.

@@ -185,7 +185,7 @@ class _Rehearsal:
         self, leaves: Sequence[Any], inputs: Sequence[torch.Tensor], recorder: Recorder
     ) -> None:
         """Run the backward too, where there is one; ``leaves``: those of the result."""
-        outs = [x for x in leaves if leads_back(x)]
+        outs = [x for x in leaves if leads_back(x) and all(x is not y for y in inputs)]
         findings = self._findings
         findings.differentiable = bool(outs)
         if not outs:

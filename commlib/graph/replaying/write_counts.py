@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from commlib.core.tensors import parts
+from commlib.graph.operators.history import is_leaf
 from commlib.graph.operators.schema import memory
 from commlib.graph.replaying.compare import Difference
 from commlib.graph.watching.effects import Effects
@@ -14,7 +15,7 @@ class WriteCounts:
     """Counts of writes to tensors and their gradients, before a call of the function."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        leaves = [x for x in tensors if x.is_leaf and x.requires_grad]
+        leaves = [x for x in tensors if x.requires_grad and is_leaf(x)]
         self._grads = [(leaf, leaf.grad) for leaf in leaves]
         grads = (grad for _, grad in self._grads if grad is not None)
         held = [part for x in (*tensors, *grads) for part in parts(x)]

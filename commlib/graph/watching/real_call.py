@@ -15,6 +15,7 @@ from commlib.core.ring import Ring
 from commlib.core.tensors import fault
 from commlib.graph.operators.generators import default_generator, generators_of
 from commlib.graph.operators.higher_order import check_higher_order
+from commlib.graph.operators.history import is_leaf
 from commlib.graph.operators.schema import OpCall, memory
 from commlib.graph.operators.step import FAKE, mode_of, tensors_in
 from commlib.graph.watching.outside_reads import OutsideReads
@@ -109,7 +110,7 @@ class RealCall(TorchDispatchMode):
         if call.known.reshapes and not self._has_given(tensors[0]):
             self.undo.note_shape(tensors[0])
         for tensor in tensors:
-            if tensor.is_leaf and tensor.requires_grad:
+            if tensor.requires_grad and is_leaf(tensor):
                 self.undo.note_leaf(tensor)
         if call.known.writes or call.known.unsaid:
             for tensor in call.written:
@@ -121,8 +122,12 @@ class RealCall(TorchDispatchMode):
             self._note_reads(call)
             self.names.append(str(call))
         result = call.func(*args, **kwargs) if call.known.own else self._called(call)
+        if call.known.lists:
+            torch.autograd.graph.increment_version(call.written)
+        taken = set(map(id, tensors))
         for tensor in tensors_in(result):
-            self._given[id(tensor)] = weakref.ref(tensor)
+            if id(tensor) not in taken:
+                self._given[id(tensor)] = weakref.ref(tensor)
             key = memory(tensor)
             if key and key not in call.memory:
                 self.made[key] = StorageWeakRef(tensor.untyped_storage())

@@ -16,6 +16,7 @@ from commlib.core.ring import Ring
 from commlib.core.tensors import fault, is_wrapper, parts
 from commlib.graph.operators.generators import default_generator
 from commlib.graph.operators.higher_order import check_higher_order
+from commlib.graph.operators.history import is_leaf, node_of
 from commlib.graph.operators.literals import made_on_host
 from commlib.graph.operators.nested import watching_replays
 from commlib.graph.operators.one_hot import checking_each
@@ -37,7 +38,6 @@ from commlib.graph.watching.rng_watch import RngWatch
 from commlib.graph.watching.touched_memory import TouchedMemory
 from commlib.graph.watching.undo import UndoLog
 
-_aten = torch.ops.aten
 _again = methodcaller("again")
 
 
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
             check_higher_order(func)
         call = OpCall(func, args, kwargs or {})
         if call.known.lifts:
-            call = OpCall(self._literal(args[0]), args, kwargs or {})
+            call = OpCall(self.memory.note_literal(args[0]), args, kwargs or {})
         if types and self._are_wrapped(call):
             return NotImplemented  # the wrapper's own operators on what it holds follow
         written, op_info = self._note_taken(call), call.known
@@ -138,9 +138,11 @@ class Recorder(TorchDispatchMode):
         name = str(call)
         plain = op_info.own and self.host is None
         result = call.func(*call.args, **call.kwargs) if plain else self._called(call, written)
+        if op_info.lists:
+            torch.autograd.graph.increment_version(written)
         results = tensors_in(result)
         check_layouts(call, results)
-        made = self.memory.note_made(results, call.memory)
+        made = self.memory.note_made(results, call)
         for generator in drawn:
             self.random.record_state(generator)
         changed = [tensor for _, tensor in made] + written
@@ -163,21 +165,9 @@ class Recorder(TorchDispatchMode):
         wrapped = [x for x in call.tensors if is_wrapper(x) and fault(x, "it") is not None]
         check_wrappers(call, [x for x in wrapped if not parts(x)])
         for tensor in wrapped:
-            if tensor.is_leaf and tensor.requires_grad:
+            if tensor.requires_grad and is_leaf(tensor):
                 self._know_leaf(tensor)
         return bool(wrapped)
-
-    def _literal(self, x: torch.Tensor) -> Any:
-        """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
-
-        It copies from what nobody can write to. Memory that is shared (``torch.as_tensor`` of an
-        array) may be new or not: it is read where it is.
-        """
-        if x.untyped_storage().resizable():
-            self.memory.literals.add(x.untyped_storage()._cdata)
-            return _aten.clone.default
-        self.memory.borrowed.add(x.untyped_storage()._cdata)
-        return _aten.lift_fresh.default
 
     def _note_taken(self, call: OpCall) -> list[torch.Tensor]:
         """Check an operator, and record what it reads and writes; returns what it writes to."""
@@ -248,9 +238,11 @@ class Recorder(TorchDispatchMode):
         """Record a tensor; return True if it is from outside."""
         if not self.memory.know(tensor):
             return False
-        if tensor.is_leaf and tensor.requires_grad:
+        if not tensor.requires_grad:
+            return True
+        if is_leaf(tensor):
             self._know_leaf(tensor)
-        if self.host is None and tensor.grad_fn is not None and not self.memory.has_given(tensor):
+        elif self.host is None and node_of(tensor) and not self.memory.has_given(tensor):
             self.computed.setdefault(id(tensor), tensor)
         return True
 
@@ -288,7 +280,9 @@ class Recorder(TorchDispatchMode):
 
     def known_leaves(self) -> list[torch.Tensor]:
         """Return the leaves from outside that the run has read and that are still there."""
-        return [leaf for ref in self.leaves.values() if (leaf := ref()) is not None]
+        return [
+            leaf for ref in self.leaves.values() if (leaf := ref()) is not None and is_leaf(leaf)
+        ]
 
     def restore(self) -> None:
         """Restore memory from outside, and generators, to their state before the run."""

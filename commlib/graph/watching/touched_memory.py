@@ -3,11 +3,14 @@
 import weakref
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlib.core.memory import Span, span
+from commlib.graph.operators.history import node_of
+from commlib.graph.operators.schema import OpCall
 from commlib.graph.operators.unsupported import check_resized
 from commlib.graph.watching.outside_reads import OutsideReads
 
@@ -46,21 +49,35 @@ class TouchedMemory:
     _sizes: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
 
     def note_made(
-        self, results: Iterable[torch.Tensor], taken: Iterable[int]
+        self, results: Iterable[torch.Tensor], call: OpCall
     ) -> list[tuple[int, torch.Tensor]]:
         """Record what an operator has returned; returns what has new memory, by its place.
 
-        ``taken``: the memory of what the operator was given.
+        ``call``: what the operator was given. It may return that very tensor.
         """
         made = []
+        taken = set(map(id, call.tensors))
         for i, tensor in enumerate(results):
             storage = tensor.untyped_storage()
-            if storage._cdata not in taken:
+            if storage._cdata not in call.memory:
                 if not tensor._is_zerotensor():  # zeros without memory, the same at each replay
                     made.append((i, tensor))
                 self.made[storage._cdata] = StorageWeakRef(storage)
-            self._given[id(tensor)] = weakref.ref(tensor)
+            if id(tensor) not in taken:
+                self._given[id(tensor)] = weakref.ref(tensor)
         return made
+
+    def note_literal(self, x: torch.Tensor) -> Any:
+        """Return the operator that makes the tensor of ``torch.tensor([...])`` at each call.
+
+        It copies from what nobody can write to. Memory that is shared (``torch.as_tensor`` of an
+        array) may be new or not: it is read where it is.
+        """
+        if x.untyped_storage().resizable():
+            self.literals.add(x.untyped_storage()._cdata)
+            return torch.ops.aten.clone.default
+        self.borrowed.add(x.untyped_storage()._cdata)
+        return torch.ops.aten.lift_fresh.default
 
     def has_given(self, tensor: torch.Tensor) -> bool:
         """Return True if an operator of this run has returned the tensor, if only as a view."""
@@ -103,7 +120,8 @@ class TouchedMemory:
         if nbytes != storage.nbytes():
             check_resized(nbytes, storage.nbytes())
         if key not in self.externals:  # its memory is what counts, not what it was computed from
-            self.externals[key] = tensor if tensor.grad_fn is None else tensor.detach()
+            computed = tensor.requires_grad and node_of(tensor) is not None
+            self.externals[key] = tensor.detach() if computed else tensor
         return True
 
     def is_outside(self, key: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from commlib.graph.operators.generators import put_state
+from commlib.graph.operators.history import node_of
 from commlib.graph.watching.effects import Effects, set_versions
 
 Shape = tuple[torch.Size, tuple[int, ...], int]
@@ -46,7 +47,7 @@ class UndoLog:
         self.note_memory(tensor.untyped_storage())
         if not tensor.is_inference() and id(tensor) not in self._versions:
             self._versions[id(tensor)] = tensor, tensor._version
-        if tensor.grad_fn is None:
+        if not tensor.requires_grad or node_of(tensor) is None:
             self._plain[id(tensor)] = tensor
 
     def note_shape(self, tensor: torch.Tensor) -> None:
@@ -57,7 +58,7 @@ class UndoLog:
     @property
     def tied(self) -> list[torch.Tensor]:
         """Those tensors that have become a part of an autograd graph."""
-        return [tensor for tensor in self._plain.values() if tensor.grad_fn is not None]
+        return [x for x in self._plain.values() if x.requires_grad and node_of(x)]
 
     def note_memory(self, storage: torch.UntypedStorage) -> None:
         """Copy ``storage`` unless that was done before."""
@@ -101,7 +102,7 @@ class UndoLog:
         return Effects(tensors.values(), generators, leaves)
 
     def swap(self) -> None:
-        """Swap the contents of memory and generators with those in the log.
+        """Swap the contents of memory, generators and shapes with those in the log.
 
         Storages that were resized since keep their content: all of it is new.
         """
@@ -114,10 +115,18 @@ class UndoLog:
         drawn = {number: (one, one.get_state()) for number, (one, _) in noted.items()}
         self._put_generators()
         self._generators = drawn
+        if self._shapes:
+            shapes = {key: (x, shape_of(x)) for key, (x, _) in self._shapes.items()}
+            self._put_shapes()
+            self._shapes = shapes
         before = {key: (tensor, tensor._version) for key, (tensor, _) in self._versions.items()}
         if before:
             self._put_versions()
         self._versions = before
+
+    def _put_shapes(self) -> None:
+        for tensor, shape in self._shapes.values():
+            _reshape(tensor, shape)
 
     def _put_versions(self) -> None:
         """Put back all counts, the first that was noted last: a view shares that of its base."""
@@ -141,11 +150,11 @@ class UndoLog:
             if leaf is not None and leaf.grad is not grad:
                 leaf.grad = grad
         for tensor in self._plain.values():
-            if tensor.grad_fn is not None:  # ``tied``
+            if tensor.requires_grad and node_of(tensor):  # ``tied``
                 base = tensor._base
                 (tensor if base is None else base).detach_()
-        for tensor, shape in self._shapes.values():
-            _reshape(tensor, shape)
+        if self._shapes:
+            self._put_shapes()
         if self._versions:
             self._put_versions()
         self.__init__()  # type: ignore[misc]
