@@ -113,6 +113,19 @@ def test_gradients(comm: Any) -> None:
             assert_bits_equal(grad, padded(x.grad, len(grad)), "gradient")
 
 
+@runs_on("ranks")
+def test_rows_without_elements(comm: Any) -> None:
+    """Rows of width 0 go both ways in their number, and so does their gradient."""
+    mine = own_counts(comm, KNOWN, comm.device)
+    x = torch.zeros(6, 0, device=comm.device, requires_grad=True)
+    received = ops.global_scatter(x, **mine, capacity=9)
+    assert_equal(tuple(received.shape), (9, 0), "scattered")
+    back = ops.global_gather(received, **mine, capacity=6)
+    assert_equal(tuple(back.shape), (6, 0), "and back")
+    back.sum().backward()
+    assert_equal(x.grad is not None and tuple(x.grad.shape), (6, 0), "gradient")
+
+
 def step(x: torch.Tensor, local: torch.Tensor, expected: torch.Tensor) -> Any:
     x = x.detach().requires_grad_()
     out = expert_layer(x, 40, local_count=local, global_count=expected)

@@ -64,6 +64,22 @@ def test_gradients_of_a_combine(comm: Any) -> None:
             assert_bits_equal(weights.grad, expected.astype("f4"), f"weights {routing}", atol=1e-5)
 
 
+@runs_on("ranks")
+def test_gradients_of_rows_without_elements(comm: Any) -> None:
+    """Rows of width 0 have gradients of their shape; those of the weights are 0."""
+    routing = random_routing(comm.size, 7, tokens=[5] * comm.size)
+    arguments = given(routing, comm)
+    weights = arguments["weights"].requires_grad_()
+    x = torch.zeros(5, 0, device=comm.device, requires_grad=True)
+    sent = ops.expert_dispatch(x, **arguments)
+    for weighted in (True, False):
+        ops.expert_combine(sent.rows, sent.handle, weighted=weighted).sum().backward(
+            retain_graph=True
+        )
+        assert_bits_equal(x.grad, torch.zeros(5, 0), f"x, weighted={weighted}")
+        assert_bits_equal(weights.grad, torch.zeros(weights.shape), f"weights, {weighted}")
+
+
 def layer(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -115,7 +115,7 @@ def scatter(
     [rows] = unpacked(picked(received, exchange.masked(sources, sources)), columns)
     if spec.weighted:
         rows = (_wide(rows) * tables.row_weights[:, None]).to(rows.dtype)
-    return rows.view(-1, spec.capacity, x.shape[1])
+    return rows.view(count // spec.capacity, spec.capacity, x.shape[1])
 
 
 def combine(
