@@ -140,6 +140,17 @@ def test_counts_of_each_rank(comm: Any) -> None:
     assert_equal(remapped.tolist(), [1, 0, *range(6, 15)], "remapped")
 
 
+@runs_on("ranks")
+def test_negated_labels(comm: Any) -> None:
+    """Labels that are negated where they are read count with their values."""
+    label = labels(10, 40, torch.int64).to(comm.device)
+    negated = torch._neg_view(-label)
+    for mode in ({}, {"padded": True}):
+        results = (sample_of(one, 20, 6, seed=3, **mode) for one in (negated, label))
+        for actual, want in zip(*results, strict=True):
+            assert_bits_equal(actual, want, mode)
+
+
 @runs_on("three_ranks")
 def test_another_ring(comm: Any) -> None:
     """The ring that is asked counts, its ranks in any order: not ring 0."""

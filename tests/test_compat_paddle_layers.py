@@ -204,6 +204,17 @@ def test_batch_norm(comm: Any, layout: str) -> None:
 
 
 @runs_on("ranks")
+def test_batch_norm_of_a_negated_view(comm: Any) -> None:
+    """The imaginary part of a conjugate is negated where it is read."""
+    pairs = sample(comm.rank, (4, 3, 2), torch.float32).to(comm.device)
+    x = torch.view_as_complex(pairs).conj().imag
+    assert_equal(x.is_neg(), True, "a negated view")
+    results = [paddle.sync_batch_norm(one, *parameters(comm.device)) for one in (x, x.clone())]
+    for actual, want in zip(*results, strict=True):
+        assert_bits_equal(actual, want)
+
+
+@runs_on("ranks")
 def test_batch_norm_by_running_values(comm: Any) -> None:
     """Neither form communicates or moves the running values; trainable statistics do both."""
     for options in ({"is_test": True}, {"use_global_stats": True}):

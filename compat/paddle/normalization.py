@@ -165,7 +165,7 @@ def _channel_axis(
 def _of_the_ring(x: Tensor, axis: int, ring_id: int) -> tuple[Tensor, Tensor]:
     """Return mean and variance of each channel, from each rank's count, mean and squares."""
     rows = x.movedim(axis, 0).flatten(1)
-    count = rows.new_tensor([rows.shape[1]])
+    count = rows.new_full((1,), rows.shape[1])
     own_mean = rows.sum(1) / count.clamp(min=1)
     squares = (rows - own_mean[:, None]).square().sum(1)
     gathered = ops.all_gather(torch.cat([count, own_mean, squares])[None], ring_id)

@@ -4,6 +4,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from commlib.core.tensors import dense_copy, is_dense
 from commlib.ops.classification.permutation import HALF, STEP, mixed, permuted
 from commlib.ops.triton_support import has_triton
 
@@ -15,7 +16,7 @@ SEEDS = 2**62
 def batch_of(label: Tensor) -> "Batch":
     """Return the batch in the form for its device."""
     kind = KernelBatch if label.is_cuda and has_triton() else Batch
-    return kind(label.contiguous())
+    return kind(label if is_dense(label) else dense_copy(label))
 
 
 class Batch:
