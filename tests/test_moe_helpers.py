@@ -1,5 +1,6 @@
 """The helpers of expert parallelism, against plain Python loops."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from commlib import graph, ops
 from commlib.compat import paddle
-from commlib.errors import ArgumentError, DtypeError, ShapeError
+from commlib.errors import ArgumentError, DeviceError, DtypeError, LayoutError, ShapeError
 from tests.support.checks import assert_bits_equal, assert_equal, raises
 from tests.support.examples import examples
 from tests.support.operator import compile_whole
@@ -188,6 +189,39 @@ def test_captured_on_a_cpu(comm: Any) -> None:
         with raises(ArgumentError, "a capture can't read cum_count[-1]", "total="):
             captured(ids, cum_count)
     assert_equal([row["eager"] for row in graph.report(captured)], [None], "captured, not eager")
+
+
+@runs_on("ranks")
+def test_tensors_without_readable_memory(comm: Any) -> None:
+    """Sparse and freed tensors are refused with what to pass, as other operators do."""
+    ids = torch.tensor([1, 2], device=comm.device)
+    freed = ids.clone()
+    freed.untyped_storage().resize_(0)
+    kinds = [(ids.to_sparse(), LayoutError, "to_dense()"), (freed, DeviceError, "again")]
+    for bad, error, remedy in kinds:
+        calls: dict[str, Callable[[], Any]] = {
+            "assign_pos: x": lambda x=bad: ops.assign_pos(x, ids),
+            "assign_pos: cum_count": lambda x=bad: ops.assign_pos(ids, x),
+            "number_count: numbers": lambda x=bad: ops.number_count(x, 3),
+            "limit_by_capacity: expert_count": lambda x=bad: ops.limit_by_capacity(x, ids, 1),
+            "prune_gate_by_capacity: gate_idx": lambda x=bad: ops.prune_gate_by_capacity(
+                x, ids, 2, 1
+            ),
+            "random_routing: prob": lambda x=bad: ops.random_routing(ids[None], ids[None], x),
+        }
+        for role, call in calls.items():
+            with raises(error, role, "torch.strided memory", remedy):
+                call()
+
+
+@runs_on("ranks")
+def test_forward_mode(comm: Any) -> None:
+    """Inside forward-mode autograd the positions come from the registered op."""
+    ids = gate_inputs(str(comm.device), 2)[0]
+    cum_count = ops.number_count(ids, 4).cumsum(0)
+    want = ops.assign_pos(ids, cum_count)
+    with torch.autograd.forward_ad.dual_level():
+        assert_bits_equal(ops.assign_pos(ids, cum_count), want)
 
 
 def test_refusals() -> None:

@@ -52,15 +52,19 @@ def check_tensor(ring: Ring, collective: str, role: str, tensor: torch.Tensor) -
 
 def check_readable(ring: Ring, collective: str, role: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose values neither an engine nor a registered op can read."""
-    if has_memory(tensor):
-        return
+    if not has_memory(tensor):
+        refuse_unreadable(ring._describe(collective), role, tensor)
+
+
+def refuse_unreadable(prefix: str, role: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor without memory, unless a registered op can read it."""
     details = fault(tensor, role)
     if details is not None:
         problem, remedy = details
         kind = DeviceError if tensor.layout is torch.strided else LayoutError
         raise kind(
-            f"{ring._describe(collective)}: {role} {problem}; expected a torch.Tensor with "
-            f"torch.strided memory; {remedy}"
+            f"{prefix}: {role} {problem}; expected a torch.Tensor with torch.strided memory; "
+            f"{remedy}"
         )
 
 

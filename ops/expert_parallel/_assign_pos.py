@@ -31,6 +31,7 @@ def assign_pos(
     Raises:
         ArgumentError: The counts do not belong to ``x``, or a capture can't read them.
         DtypeError, ShapeError: An argument has another dtype or shape.
+        DeviceError: An argument has no memory that can be read; a LayoutError if it is sparse.
     """
     check_ids("assign_pos", "x", x, None)
     check_ids("assign_pos", "cum_count", cum_count)
@@ -40,6 +41,10 @@ def assign_pos(
     if needs_op(x, cum_count):
         positions: torch.Tensor = _registered_op(x, cum_count)
         return positions
+    return _positions(x, cum_count)
+
+
+def _positions(x: torch.Tensor, cum_count: torch.Tensor) -> torch.Tensor:
     return _ordered(x, cum_count.shape[0])[: _counted(x, cum_count)]
 
 
@@ -80,5 +85,5 @@ def _fake(x: torch.Tensor, cum_count: torch.Tensor) -> torch.Tensor:
 
 
 _registered_op = register(
-    "assign_pos(Tensor x, Tensor cum_count) -> Tensor", assign_pos, _fake, ordered=False
+    "assign_pos(Tensor x, Tensor cum_count) -> Tensor", _positions, _fake, ordered=False
 )

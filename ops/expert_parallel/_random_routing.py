@@ -3,7 +3,7 @@
 import torch
 
 from commlib.errors import ShapeError
-from commlib.ops.expert_parallel.ids import check_ids, check_tensor
+from commlib.ops.expert_parallel.ids import check_ids, check_readable
 
 
 def random_routing(
@@ -26,8 +26,8 @@ def random_routing(
         ArgumentError, DtypeError, ShapeError: An argument is invalid.
     """
     check_ids("random_routing", "topk_idx", topk_idx, 2)
-    check_tensor("random_routing", "topk_value", topk_value)
-    check_tensor("random_routing", "prob", prob)
+    check_readable("random_routing", "topk_value", topk_value)
+    check_readable("random_routing", "prob", prob)
     rows = topk_idx.shape[0]
     shapes = tuple(topk_idx.shape), tuple(topk_value.shape), tuple(prob.shape)
     if shapes != ((rows, 2), (rows, 2), (rows,)):

@@ -8,7 +8,7 @@ from commlib.core.context import CommContext
 from commlib.core.validation import check_tensor
 from commlib.errors import ArgumentError, DtypeError, ShapeError
 from commlib.ops.expert_parallel.handle import ExpertHandle
-from commlib.ops.expert_parallel.ids import check_ids, check_number
+from commlib.ops.expert_parallel.ids import check_dtype, check_number
 from commlib.ops.expert_parallel.ids import check_tensor as check_tensor_type
 from commlib.p2p.experts.tables import GROUP, Choices, local_experts
 
@@ -35,7 +35,7 @@ def check_options(
 
 def ids_of(collective: str, expert_ids: Tensor) -> Tensor:
     """Return the ids as [tokens, top_k]."""
-    check_ids(collective, "expert_ids", expert_ids, None)
+    check_dtype(collective, "expert_ids", expert_ids)
     return _columns(collective, "expert_ids", expert_ids)
 
 
