@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from commlib import ops
 from commlib.errors import ArgumentError, DtypeError, ShapeError
@@ -78,6 +79,40 @@ def test_gradient(comm: Any) -> None:
 
 
 @runs_on("ranks")
+def test_shards_beyond_32_bits(comm: Any) -> None:
+    """An id of 32 bits is in no shard that begins at 2**32 or later, eager and compiled."""
+    weight = sample(comm.rank, (ROWS, DIM), torch.float32).to(comm.device)
+    ids = ids_on(comm, torch.int32, (8,))
+    far = ids.long() + 2**32
+    for call in (ops.vocab_parallel_embedding, compile_whole(ops.vocab_parallel_embedding)):
+        for start in (2**32, 2**33, 2**63 - 1):
+            assert_bits_equal(call(ids, weight, start), torch.zeros(8, DIM), start)
+        want = call(ids, weight, 3)
+        assert_bits_equal(call(far, weight, 2**32 + 3), want, "ids of 64 bits")
+    assert_bits_equal(
+        ops.vocab_parallel_embedding(ids, weight, np.int64(3)), want, "a number of NumPy"
+    )
+
+
+@runs_on("ranks")
+def test_symbolic_start(comm: Any) -> None:
+    """A trace may pass a number that depends on a shape, also one beyond 32 bits."""
+
+    def second_half(ids: torch.Tensor, table: torch.Tensor, skipped: int) -> torch.Tensor:
+        half = table.shape[0] // 2
+        return ops.vocab_parallel_embedding(ids, table[half:], half + skipped, vocab_size=2 * half)
+
+    ids = ids_on(comm, torch.int32, (8,)) // comm.size
+    table = sample(0, (ROWS, DIM), torch.float32).to(comm.device)
+    inside = (ids >= ROWS // 2)[:, None]
+    for skipped, want in ((0, torch.where(inside, table[ids], 0)), (2**32, torch.zeros(8, DIM))):
+        traced = make_fx(second_half, tracing_mode="symbolic")(ids, table, skipped)
+        assert_bits_equal(traced(ids, table, skipped), want, f"make_fx {skipped}")
+        graph = compile_whole(second_half, dynamic=True)
+        assert_bits_equal(graph(ids, table, skipped), want, f"compiled {skipped}")
+
+
+@runs_on("ranks")
 def test_strided(comm: Any) -> None:
     """Transposed ids and a transposed, stepped table count with their values."""
     table = sample(1, (DIM, 2 * ROWS), torch.float32).to(comm.device)
@@ -96,6 +131,16 @@ def test_refusals(comm: Any) -> None:
         lookup(ids, weight, torch.ones(2))
     with raises(ArgumentError, "start_index=-1"):
         lookup(ids, weight, -1)
+    for start in (1.5, True, None, "1", 2**63):
+        with raises(ArgumentError, f"start_index={start!r}", "a whole number from 0"):
+            lookup(ids, weight, start)
+    for size in ("x", 1.5, None, False):
+        with raises(ArgumentError, f"vocab_size={size!r}", "a whole number"):
+            lookup(ids, weight, vocab_size=size)
+    with raises(ArgumentError, "ids is list; expected a torch.Tensor"):
+        lookup([0, 3], weight)
+    with raises(ArgumentError, "weight is NoneType; expected a torch.Tensor"):
+        lookup(ids, None)
     with raises(ArgumentError, "0 to 12", "0 to 11"):
         lookup(ids, weight, vocab_size=12)
     with raises(ArgumentError, "-1 to 12"):
